@@ -33,6 +33,22 @@ class ExecutorInfo(msgspec.Struct, frozen=True):
     facts: NodeFacts = NodeFacts()
 
 
+class AdapterLoad(msgspec.Struct, frozen=True):
+    """A LoRA adapter to load at run time, and the slot that it takes on every rank."""
+
+    name: str
+    path: str  # the adapter's folder
+    slot: int
+
+
+class AdapterOutcome(msgspec.Struct, frozen=True):
+    """An adapter is in use in the steps that are submitted from now on, or there is a problem."""
+
+    load: AdapterLoad
+    digest: str = ""  # of its files, in hex
+    problem: str = ""
+
+
 class Executor(Protocol):
     def start(self, progress: Progress) -> ExecutorInfo:
         """Load and allocate, within a deadline. Raises `ConfigError` or `NodeError`."""
@@ -58,6 +74,18 @@ class Executor(Protocol):
 
         Each rank logs its file's name. No error in it ends the node.
         """
+        ...
+
+    def load_adapter(self, load: AdapterLoad) -> None:
+        """Load an adapter while steps run. No step that is submitted may use what its slot had.
+
+        One is loaded at a time, and `poll_adapter` returns the outcome. No error in it ends the
+        node.
+        """
+        ...
+
+    def poll_adapter(self) -> AdapterOutcome | None:
+        """Return the outcome of the load, or None at once; `fileno` signals it too."""
         ...
 
     @property

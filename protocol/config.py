@@ -112,6 +112,19 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tuple[str, ...],
         about("LoRA adapters, each as name=folder; a request chooses one by its name as the model"),
     ] = ()
+    allow_runtime_lora_updating: Annotated[
+        bool,
+        about(
+            "serve POST /v1/load_lora_adapter and /v1/unload_lora_adapter, by which clients make "
+            "all nodes read a folder; routers and nodes must be told"
+        ),
+    ] = False
+    max_loras: Annotated[
+        int, about("most adapters that are loaded at run time at once", ge=1, le=64)
+    ] = 4
+    max_lora_rank: Annotated[
+        int, about("greatest rank of an adapter that is loaded at run time", ge=1, le=512)
+    ] = 16
 
     @property
     def served_names(self) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from baton.kernels.cpu.functions import CpuLinear, CpuLinears
 from baton.kernels.reference import NarrowWeight
 from baton.model.batch_invariance.row_rule import TILES, RowRule, find_rule, tiles_for
 from baton.model.layers.linear import Linear, packed
-from baton.model.layers.mlp import HostExperts
+from baton.model.layers.mlp import GroupedLinear, HostExperts
 from baton.node.executor import Progress
 from baton.runtime.log import logger
 
@@ -112,14 +112,30 @@ class HostLinears:
     def experts(
         self, weights: Iterable[Tensor | NarrowWeight], biases: Tensor | None = None
     ) -> HostExperts:
-        """Return the layers of all experts, whose weights have equal shapes."""
+        """Return the layers of all experts, whose weights have equal shapes.
+
+        Those that have the same weight, one after the other, are one layer.
+        """
         of = itertools.repeat(None) if biases is None else biases
-        layers = tuple(
-            self.of_narrow(weight, bias)
-            if isinstance(weight, NarrowWeight)
-            else self.make(weight, bias)
-            for weight, bias in zip(weights, of, strict=False)
-        )
+        layers: list[Linear] = []
+        last: Tensor | NarrowWeight | None = None
+        for weight, bias in zip(weights, of, strict=False):
+            if weight is last:
+                layers.append(layers[-1])
+            elif isinstance(weight, NarrowWeight):
+                layers.append(self.of_narrow(weight, bias))
+            else:
+                layers.append(self.make(weight, bias))
+            last = weight if biases is None else None
+        return self._grouped(tuple(layers))
+
+    def with_layer(self, grouped: GroupedLinear, number: int, weight: Tensor) -> HostExperts:
+        """Return a group with another layer of the same shape. Any thread may call this."""
+        assert isinstance(grouped, HostExperts), "they were made here"
+        before, after = grouped.layers[:number], grouped.layers[number + 1 :]
+        return self._grouped((*before, self.make(weight), *after))
+
+    def _grouped(self, layers: tuple[Linear, ...]) -> HostExperts:
         packs = [layer.ordered for layer in layers if isinstance(layer.ordered, CpuLinear)]
         if self._compiled is None or len({layer.kind for layer in packs}) != 1:
             return HostExperts(layers)

@@ -103,11 +103,17 @@ def read_adapters(modules: Sequence[str], config: DecoderConfig | None) -> tuple
     There is no `config` where transformers' code computes the model, which takes none.
     """
     folders = folders_of(modules)
-    if config is None and folders:
-        raise ConfigError("model.lora_modules: transformers' code computes this model, without any")
-    if config is not None and config.latent is not None and folders:
-        raise ConfigError("model.lora_modules: latent attention is computed without adapters")
-    return tuple(_read(name, folder, config) for name, folder in folders.items() if config)
+    if folders:
+        check_takes_adapters(config, "model.lora_modules")
+    return tuple(read_adapter(name, folder, config) for name, folder in folders.items() if config)
+
+
+def check_takes_adapters(config: DecoderConfig | None, setting: str) -> None:
+    """Raise `ConfigError` for a model that is computed without adapters."""
+    if config is None:
+        raise ConfigError(f"{setting}: transformers' code computes this model, without any")
+    if config.latent is not None:
+        raise ConfigError(f"{setting}: latent attention is computed without adapters")
 
 
 def fingerprint_of(adapters: Sequence[Adapter]) -> bytes:
@@ -121,7 +127,8 @@ def fingerprint_of(adapters: Sequence[Adapter]) -> bytes:
     return digest.digest() if adapters else b""
 
 
-def _read(name: str, folder: Path, config: DecoderConfig) -> Adapter:
+def read_adapter(name: str, folder: Path, config: DecoderConfig) -> Adapter:
+    """Return the adapter in a folder. Raises a one-line `ConfigError` if it does not fit."""
     where = f"adapter {name!r} in {folder}"
     file = folder / CONFIG_FILE
     fields, given = read_json(file, dict[str, object]), read_json(file, _Config)

@@ -15,7 +15,7 @@ from baton.model.executors.profiler import StepProfiler
 from baton.model.executors.step_threads import StepCpus, StepThreads
 from baton.model.runner.rank import LoadedRank, load_rank
 from baton.model.tensor_parallel import SingleRank
-from baton.node.executor import ExecutorInfo, Progress
+from baton.node.executor import AdapterLoad, AdapterOutcome, ExecutorInfo, Progress
 from baton.node.scheduling.plan import StepPlan, StepResult
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import NodeError
@@ -31,6 +31,7 @@ class InProcessExecutor:
         self._rank: LoadedRank | None = None
         self._threads: StepThreads | None = None
         self._results: deque[StepResult] = deque()
+        self._adapters: deque[AdapterOutcome] = deque()
         self._error: NodeError | None = None
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
@@ -48,6 +49,13 @@ class InProcessExecutor:
     def profile(self, name: str) -> None:
         assert self._threads is not None, "profiles come after start"
         self._threads.submit(name)
+
+    def load_adapter(self, load: AdapterLoad) -> None:
+        assert self._threads is not None, "adapters come after start"
+        self._threads.load_adapter(load)
+
+    def poll_adapter(self) -> AdapterOutcome | None:
+        return self._adapters.popleft() if self._adapters else None
 
     def poll(self) -> StepResult | None:
         if not self._results:
@@ -84,9 +92,11 @@ class InProcessExecutor:
             os.close(self._event_fd)
             self._event_fd = -1
 
-    def _take(self, outcome: StepResult | NodeError) -> None:
+    def _take(self, outcome: StepResult | NodeError | AdapterOutcome) -> None:
         if isinstance(outcome, NodeError):
             self._error = outcome
+        elif isinstance(outcome, AdapterOutcome):
+            self._adapters.append(outcome)
         else:
             self._results.append(outcome)
         os.eventfd_write(self._event_fd, 1)

@@ -15,14 +15,15 @@ import queue
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from baton.model.executors.profiler import StepProfiler
+from baton.model.loading.adapters import PreparedAdapter
 from baton.model.runner.rank import LoadedRank
 from baton.model.runner.runner import Runner
-from baton.node.executor import Progress
+from baton.node.executor import AdapterLoad, AdapterOutcome, Progress
 from baton.node.scheduling.plan import StepPlan, StepResult
 from baton.protocol.config import EngineConfig
 from baton.protocol.errors import ConfigError, NodeError
@@ -103,10 +104,17 @@ class StepCpus:
 
 REPORT_S = 0.5  # progress is reported at least once a second
 
-TakeOutcome = Callable[[StepResult | NodeError], None]
+TakeOutcome = Callable[[StepResult | NodeError | AdapterOutcome], None]
 MakeRank = Callable[[Progress], LoadedRank]
 Report = tuple[str, int, int]
 T = TypeVar("T")
+
+
+class _ReadAdapter(NamedTuple):
+    """An adapter that takes effect before the next plan."""
+
+    prepared: PreparedAdapter
+    outcome: AdapterOutcome
 
 
 class StepThreads:
@@ -117,9 +125,10 @@ class StepThreads:
         self._profiler = profiler
         self._take = take
         self._loading: queue.SimpleQueue[Report | LoadedRank | BaseException] = queue.SimpleQueue()
-        self._plans: queue.SimpleQueue[StepPlan | str | None] = queue.SimpleQueue()
+        self._plans: queue.SimpleQueue[StepPlan | str | _ReadAdapter | None] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[int | NodeError | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._rank: LoadedRank | None = None
 
     def start(self, load: MakeRank, progress: Progress) -> LoadedRank:
         """Load on the thread that will launch, and call `progress` on the caller's thread."""
@@ -133,6 +142,7 @@ class StepThreads:
             if isinstance(found, BaseException):
                 raise found
             if isinstance(found, LoadedRank):
+                self._rank = found
                 if found.runner.overlaps:
                     self._begin("collect", self._collect, found.runner)
                 return found
@@ -142,6 +152,12 @@ class StepThreads:
     def submit(self, plan: StepPlan | str) -> None:
         """Queue a step, or the name of a profile to record from here on, which is empty to end."""
         self._plans.put(plan)
+
+    def load_adapter(self, load: AdapterLoad) -> None:
+        """Read an adapter on a thread of its own; between two steps, it takes effect."""
+        threading.Thread(
+            target=self._read_adapter, args=(load,), name="adapter", daemon=True
+        ).start()
 
     def close(self, wait_s: float) -> bool:
         """End after the submitted steps, and return whether all threads ended in time."""
@@ -169,14 +185,33 @@ class StepThreads:
         else:
             self._execute(rank.runner)
 
-    def _next_plan(self) -> StepPlan | None:
-        """Return the next plan. A profile begins and ends here, because it is of one thread."""
-        while isinstance(found := self._plans.get(), str):
-            self._profiler.turn(found)
+    def _read_adapter(self, load: AdapterLoad) -> None:
+        torch.set_num_threads(1)  # steps need the CPUs
+        assert self._rank is not None, "adapters come after start"
+        try:
+            prepared, digest = self._rank.prepare_adapter(load)
+        except ConfigError as error:
+            self._take(AdapterOutcome(load, problem=error.message))
+        except Exception as error:  # noqa: BLE001  (the thread's top: steps go on)
+            self._take(AdapterOutcome(load, problem=f"it cannot be read: {error!r}"))
+        else:
+            self._plans.put(_ReadAdapter(prepared, AdapterOutcome(load, digest)))
+
+    def _next_plan(self, runner: Runner) -> StepPlan | None:
+        """Return the next plan, after what happens between two of them.
+
+        A profile begins and ends here, because it is of one thread.
+        """
+        while not isinstance(found := self._plans.get(), StepPlan | None):
+            if isinstance(found, str):
+                self._profiler.turn(found)
+            else:
+                runner.put_adapter(found.prepared)
+                self._take(found.outcome)
         return found
 
     def _execute(self, runner: Runner) -> None:
-        while (plan := self._next_plan()) is not None:
+        while (plan := self._next_plan(runner)) is not None:
             try:
                 self._cpus.begin(sum(part.length for part in plan.slices))
                 with self._profiler.step(plan):
@@ -189,7 +224,7 @@ class StepThreads:
             self._take(result)
 
     def _launch(self, runner: Runner) -> None:
-        while (plan := self._next_plan()) is not None:
+        while (plan := self._next_plan(runner)) is not None:
             try:
                 with self._profiler.step(plan):
                     runner.launch(plan)

@@ -19,12 +19,14 @@ from baton.kv_transfer.interfaces import AgentCommand, TransferPort
 from baton.model.executors.profiler import StepProfiler
 from baton.model.executors.step_threads import StepCpus, StepThreads
 from baton.model.executors.worker_messages import (
+    AdapterRead,
     FromWorker,
     Loaded,
     Loading,
     LoadRank,
     MessageSocket,
     ProfileRank,
+    ReadAdapter,
     RunStep,
     StepDone,
     ToWorker,
@@ -38,6 +40,7 @@ from baton.model.tensor_parallel import (
     SingleRank,
     join,
 )
+from baton.node.executor import AdapterOutcome
 from baton.node.scheduling.plan import StepResult
 from baton.protocol.errors import BatonError, InvariantBroken, NodeError
 from baton.runtime.log import logger, setup_process_log
@@ -90,6 +93,8 @@ class Worker:
                         threads.submit(plan)
                     case ProfileRank(name=name):
                         threads.submit(name)
+                    case ReadAdapter(load=adapter):
+                        threads.load_adapter(adapter)
                     case LoadRank():
                         raise InvariantBroken("a worker is loaded once")
                     case _:
@@ -102,9 +107,12 @@ class Worker:
         if isinstance(ranks, GroupRanks) and has_ended and self._error is None:
             ranks.leave()
 
-    def _take(self, outcome: StepResult | NodeError) -> None:
+    def _take(self, outcome: StepResult | NodeError | AdapterOutcome) -> None:
         if isinstance(outcome, StepResult):
             self._send(StepDone(outcome))
+            return
+        if isinstance(outcome, AdapterOutcome):
+            self._send(AdapterRead(outcome))
             return
         try:
             raise outcome

@@ -18,19 +18,27 @@ import msgspec
 
 from baton.kv_transfer.interfaces import AgentCommand, AgentEvent, TransferPort
 from baton.model.executors.worker_messages import (
+    AdapterRead,
     FromWorker,
     Loaded,
     Loading,
     LoadRank,
     MessageSocket,
     ProfileRank,
+    ReadAdapter,
     RunStep,
     StepDone,
     ToWorker,
     WorkerFailed,
 )
 from baton.model.runner.rank import plan_rank
-from baton.node.executor import RANK_KILLED, ExecutorInfo, Progress
+from baton.node.executor import (
+    RANK_KILLED,
+    AdapterLoad,
+    AdapterOutcome,
+    ExecutorInfo,
+    Progress,
+)
 from baton.node.scheduling.plan import StepPlan, StepResult
 from baton.protocol.config import ClusterConfig, EngineConfig
 from baton.protocol.errors import ConfigError, Failure, InvariantBroken, NodeError
@@ -87,6 +95,20 @@ class WorkerExecutor:
     def profile(self, name: str) -> None:
         for worker in self._workers:
             self._send(worker, ProfileRank(name))
+
+    def load_adapter(self, load: AdapterLoad) -> None:
+        for worker in self._workers:
+            self._send(worker, ReadAdapter(load))
+
+    def poll_adapter(self) -> AdapterOutcome | None:
+        if not self._workers or not all(worker.adapters for worker in self._workers):
+            return None
+        outcomes = [worker.adapters.popleft() for worker in self._workers]
+        failed = [outcome for outcome in outcomes if outcome.problem]
+        if not failed and len({outcome.digest for outcome in outcomes}) > 1:
+            problem = "its files were changed while they were read"
+            return msgspec.structs.replace(outcomes[0], problem=problem)
+        return (failed or outcomes)[0]
 
     def poll(self) -> StepResult | None:
         self._receive(0.0)
@@ -156,6 +178,8 @@ class WorkerExecutor:
                 worker.info = info
             case StepDone(result):
                 worker.results.append(result)
+            case AdapterRead(outcome):
+                worker.adapters.append(outcome)
             case WorkerFailed(failure):
                 self._error = self._error or _error(worker.rank, failure)
             case _:
@@ -176,6 +200,7 @@ class _RankProcess:
         self.info: ExecutorInfo | None = None
         self.progress = ("start", 0, 1)
         self.results: deque[StepResult] = deque()
+        self.adapters: deque[AdapterOutcome] = deque()
         self.steps = MessageSocket[FromWorker](ours, FromWorker)  # type: ignore[arg-type]
         self.port = RemotePort(rank, our_port)
         with theirs, their_port:

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from baton.node.executor import ExecutorInfo
+from baton.node.executor import AdapterLoad, AdapterOutcome, ExecutorInfo
 from baton.node.scheduling.plan import StepPlan, StepResult
 from baton.protocol.codec import MAX_MESSAGE_BYTES, Codec, MalformedMessage
 from baton.protocol.config import ClusterConfig
@@ -51,7 +51,11 @@ class ProfileRank(WorkerMessage, frozen=True):
     name: str  # empty ends the profile
 
 
-ToWorker = LoadRank | RunStep | ProfileRank
+class ReadAdapter(WorkerMessage, frozen=True):
+    load: AdapterLoad  # one `AdapterRead` answers
+
+
+ToWorker = LoadRank | RunStep | ProfileRank | ReadAdapter
 
 
 class Loading(WorkerMessage, frozen=True):
@@ -70,11 +74,15 @@ class StepDone(WorkerMessage, frozen=True):
     result: StepResult
 
 
+class AdapterRead(WorkerMessage, frozen=True):
+    outcome: AdapterOutcome  # of this rank
+
+
 class WorkerFailed(WorkerMessage, frozen=True):
     failure: Failure  # the worker's last message
 
 
-FromWorker = Loading | Loaded | StepDone | WorkerFailed
+FromWorker = Loading | Loaded | StepDone | AdapterRead | WorkerFailed
 
 
 class MessageSocket(Generic[T]):

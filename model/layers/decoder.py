@@ -66,6 +66,7 @@ class Decoder:
     source: str = ""  # whose code computes, if it is not baton's
     lora_modules: tuple[str, ...] = ()  # the names of the adapters
     of_adapters: tuple[Linear, ...] = ()  # their layers
+    num_lora_slots: int = 0  # room for adapters at run time
     embedding_scale: float | None = None
     logit_cap: float | None = None  # a logit becomes cap * tanh(logit / cap)
     classifier: Tensor | None = None  # [labels, hidden] in fp32

@@ -16,9 +16,12 @@ from baton.model.layers.linear import Linear
 from baton.model.layers.mlp import GroupedLinear
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class Lora:
-    """The matrices of all adapters for one linear layer of the decoder."""
+    """The matrices of all adapters for one linear layer of the decoder.
+
+    Those of adapters that come or go at run time are replaced between two steps.
+    """
 
     shrink: GroupedLinear  # [width, inputs] of each adapter
     expand: GroupedLinear  # [outputs, width]

@@ -1,66 +1,196 @@
-"""Read one rank's part of the LoRA adapters of a model."""
+"""Read one rank's part of the LoRA adapters of a model, at start and at run time."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from baton.model.checkpoint.lora_files import Adapter, tensor_of
-from baton.model.loading.weights import OpenFile
+from baton.model.checkpoint.lora_files import MODULES, Adapter, tensor_of
+from baton.model.layers.lora import Lora
+from baton.model.layers.mlp import GroupedLinear, StackedExperts
+from baton.model.loading.weights import OpenFile, in_order
+from baton.protocol.errors import ConfigError
 
 WIDTH_UNIT = 16  # the inner width is a multiple, which the kernels of all devices take
 
 
+class LoraSpace(NamedTuple):
+    """The room for adapters that come at run time."""
+
+    num_slots: int = 0
+    max_rank: int = 0
+
+
+NO_SPACE = LoraSpace()
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class LoraSite:
+    """Layers of the checkpoint that were joined to one, and this rank's part of them."""
+
+    names: tuple[str, ...]
+    rows: tuple[slice, ...]  # of each
+    columns: slice  # the inputs, the same of all
+    order: Tensor | None = None  # of the outputs
+
+    @property
+    def num_outputs(self) -> int:
+        return sum(int(rows.stop - rows.start) for rows in self.rows)
+
+    @property
+    def num_inputs(self) -> int:
+        return int(self.columns.stop - self.columns.start)
+
+
+class AdapterReader:
+    """Reads the matrices of one adapter, padded to what `rank` takes."""
+
+    def __init__(self, adapter: Adapter, rank: int) -> None:
+        self.adapter = adapter
+        self._rank = rank
+        # Typed so because safetensors declares no types.
+        self._file: OpenFile = safe_open(adapter.file, framework="pt", device="cpu")
+
+    def changes(self, site: LoraSite) -> bool:
+        return any(name in self.adapter.layers for name in site.names)
+
+    def shrink(self, site: LoraSite) -> Tensor:
+        """Return `A` of the layers below one another, `[width, inputs]`."""
+        whole = torch.zeros(width_of(site, self._rank), site.num_inputs)
+        for place, name in enumerate(site.names):
+            if (a := self._read(name, "A")) is not None:
+                first = place * self._rank
+                whole[first : first + len(a)] = a[:, site.columns]
+        return whole
+
+    def expand(self, site: LoraSite) -> Tensor:
+        """Return scaled `B` of each layer in its block, `[outputs, width]`."""
+        whole, first = torch.zeros(site.num_outputs, width_of(site, self._rank)), 0
+        for place, (name, rows) in enumerate(zip(site.names, site.rows, strict=True)):
+            size = rows.stop - rows.start
+            if (b := self._read(name, "B")) is not None:
+                left = place * self._rank
+                layer = self.adapter.layers[name]
+                scaled = b[rows].float() * layer.scaling
+                whole[first : first + size, left : left + layer.rank] = scaled
+            first += size
+        return in_order(whole, site.order)
+
+    def _read(self, layer: str, letter: str) -> Tensor | None:
+        """Return a matrix in the adapter's own dtype; None if the adapter has none here."""
+        named = self.adapter.layers.get(layer)
+        return None if named is None else self._file.get_tensor(tensor_of(named.name, letter))
+
+
+def width_of(site: LoraSite, rank: int) -> int:
+    return -(-len(site.names) * rank // WIDTH_UNIT) * WIDTH_UNIT
+
+
+class LayerMaker(Protocol):
+    """Changes one of the layers of a group on a CPU. Any thread may call it."""
+
+    def with_layer(self, grouped: GroupedLinear, number: int, weight: Tensor) -> GroupedLinear: ...
+
+
+class PreparedSite(NamedTuple):
+    """What an adapter adds to one layer: groups that replace others, or numbers for a device."""
+
+    lora: Lora
+    shrink: GroupedLinear | Tensor
+    expand: GroupedLinear | Tensor
+
+
+class PreparedAdapter(NamedTuple):
+    """An adapter that was read and checked, but has changed nothing yet."""
+
+    lora: str  # its name in requests
+    number: int  # among all adapters
+    sites: list[PreparedSite]
+
+    def put(self) -> None:
+        """Let it take effect, between two steps."""
+        for site in self.sites:
+            site.lora.shrink = _put(site.lora.shrink, self.number, site.shrink)
+            site.lora.expand = _put(site.lora.expand, self.number, site.expand)
+
+
 class LoraLoader:
-    """Reads one rank's part of the adapters."""
+    """Reads one rank's part of the adapters: those of the settings, and others at run time."""
 
     def __init__(
-        self, adapters: Sequence[Adapter], device: torch.device, dtype: torch.dtype
+        self,
+        adapters: Sequence[Adapter],
+        device: torch.device,
+        dtype: torch.dtype,
+        space: LoraSpace = NO_SPACE,
     ) -> None:
-        self.adapters = adapters
+        self.adapters, self.space = adapters, space
+        # The layers that adapters change, which grow as the model is loaded.
+        self.sites: list[tuple[LoraSite, Lora]] = []
+        self._rank = max((adapter.rank for adapter in adapters), default=0)
+        self._rank = max(self._rank, space.max_rank)
         self._device, self._dtype = device, dtype
-        # Typed so because safetensors declares no types.
-        self._files: list[OpenFile] = [
-            safe_open(one.file, framework="pt", device="cpu") for one in adapters
+        self._readers = [AdapterReader(adapter, self._rank) for adapter in adapters]
+        self._maker: LayerMaker | None = None
+
+    def takes(self, site: LoraSite) -> bool:
+        """Return whether an adapter changes one of these layers, or may at run time."""
+        if self.space.num_slots:
+            return all(name.rpartition(".")[2] in MODULES for name in site.names)
+        return any(reader.changes(site) for reader in self._readers)
+
+    def add(self, site: LoraSite, lora: Lora, maker: LayerMaker | None) -> None:
+        """Note a layer. `maker` made it on a CPU; without it, a GPU holds all slots."""
+        self.sites.append((site, lora))
+        self._maker = maker
+
+    def shrinks(self, site: LoraSite) -> Iterator[Tensor]:
+        """Yield the first matrix of each adapter, then the same zeros for each free slot."""
+        for reader in self._readers:
+            yield reader.shrink(site).to(self._device, self._dtype)
+        yield from self._free(width_of(site, self._rank), site.num_inputs)
+
+    def expands(self, site: LoraSite) -> Iterator[Tensor]:
+        for reader in self._readers:
+            yield reader.expand(site).to(self._device, self._dtype)
+        yield from self._free(site.num_outputs, width_of(site, self._rank))
+
+    def prepare(self, lora: str, adapter: Adapter, slot: int) -> PreparedAdapter:
+        """Read an adapter for a slot, while steps run. Raises `ConfigError` if its rank is high."""
+        if adapter.rank > self._rank:
+            raise ConfigError(
+                f"the adapter has rank {adapter.rank}, more than model.max_lora_rank, which is "
+                f"{self.space.max_rank}"
+            )
+        reader, number = AdapterReader(adapter, self._rank), len(self.adapters) + slot
+        sites = [
+            PreparedSite(
+                layer,
+                self._made(layer.shrink, number, reader.shrink(site)),
+                self._made(layer.expand, number, reader.expand(site)),
+            )
+            for site, layer in self.sites
         ]
-        self._rank = max((one.rank for one in adapters), default=0)
+        return PreparedAdapter(lora, number, sites)
 
-    def changes(self, names: Sequence[str]) -> bool:
-        """Return whether an adapter changes one of these layers of the checkpoint."""
-        return any(name in adapter.layers for name in names for adapter in self.adapters)
+    def _free(self, *shape: int) -> Iterator[Tensor]:
+        zeros = torch.zeros(shape, device=self._device, dtype=self._dtype)
+        for _ in range(self.space.num_slots):
+            yield zeros
 
-    def shrinks(self, names: Sequence[str], columns: slice, inputs: int) -> Iterator[Tensor]:
-        """Yield `A` of each adapter for layers that were joined, `[width, inputs]`.
+    def _made(self, grouped: GroupedLinear, number: int, weight: Tensor) -> GroupedLinear | Tensor:
+        weight = weight.to(self._dtype)
+        if self._maker is not None:
+            return self._maker.with_layer(grouped, number, weight)
+        return weight.pin_memory() if self._device.type == "cuda" else weight
 
-        This rank has `columns` of them, which are `inputs`.
-        """
-        for number in range(len(self.adapters)):
-            whole = torch.zeros(self._width(names), inputs)
-            for place, name in enumerate(names):
-                if (a := self._read(number, name, "A")) is not None:
-                    first = place * self._rank
-                    whole[first : first + len(a)] = a[:, columns]
-            yield whole.to(self._device, self._dtype)
 
-    def expands(self, names: Sequence[str], rows: Sequence[slice]) -> Iterator[Tensor]:
-        """Yield scaled `B` of each adapter, `[outputs, width]`; this rank has `rows` of each."""
-        sizes = [own.stop - own.start for own in rows]
-        for number, adapter in enumerate(self.adapters):
-            whole, first = torch.zeros(sum(sizes), self._width(names)), 0
-            for place, (name, own, size) in enumerate(zip(names, rows, sizes, strict=True)):
-                if (b := self._read(number, name, "B")) is not None:
-                    left = place * self._rank
-                    layer = adapter.layers[name]
-                    scaled = b[own].float() * layer.scaling
-                    whole[first : first + size, left : left + layer.rank] = scaled
-                first += size
-            yield whole.to(self._device, self._dtype)
-
-    def _width(self, names: Sequence[str]) -> int:
-        return -(-len(names) * self._rank // WIDTH_UNIT) * WIDTH_UNIT
-
-    def _read(self, number: int, layer: str, letter: str) -> Tensor | None:
-        """Return a matrix in the adapter's own dtype; None if the adapter has none here."""
-        own = self.adapters[number].layers.get(layer)
-        return None if own is None else self._files[number].get_tensor(tensor_of(own.name, letter))
+def _put(grouped: GroupedLinear, number: int, made: GroupedLinear | Tensor) -> GroupedLinear:
+    if not isinstance(made, Tensor):
+        return made
+    assert isinstance(grouped, StackedExperts), "a GPU has the matrices of all slots in one tensor"
+    grouped.weight[number].copy_(made, non_blocking=True)
+    return grouped

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from baton.model.batch_invariance.row_rule import RowThreads, at_once
-from baton.model.checkpoint.lora_files import Adapter
 from baton.model.checkpoint.tensors import (
     EMBEDDING,
     HEAD,
@@ -85,7 +84,7 @@ def load_decoder(
     ranks: Ranks,
     place: RankDevice,
     progress: Progress,
-    adapters: Sequence[Adapter] = (),
+    loras: LoraLoader | None = None,
 ) -> Decoder:
     """Raises `ConfigError` if the ranks cannot share the model or a tensor is not as expected."""
     check_tensors(checkpoint.folder, config)
@@ -95,9 +94,9 @@ def load_decoder(
     num_kinds += NUM_INDEX_KINDS if config.index else 0
     num_kinds += NUM_STATE_KINDS if config.state else 0
     num_kinds += NUM_LINEAR_KINDS + NUM_INPUT_KINDS if config.kinds else 0
-    num_kinds += NUM_LORA_KINDS if adapters else 0
+    loras = loras or LoraLoader((), place.device, place.dtype)
+    num_kinds += NUM_LORA_KINDS if loras.adapters or loras.space.num_slots else 0
     linears = linears_for(place, progress, num_kinds)
-    loras = LoraLoader(adapters, place.device, place.dtype)
     weights = LayerWeights(config, checkpoint, ranks, place, linears, loras)
     return _Loader(weights, place).load(progress)
 
@@ -169,7 +168,10 @@ class _Loader:
             embedding, tuple(layers), norm, head, is_split, config.rms_norm_eps, self.ranks,
             RowThreads() if is_alone_on_cpu else at_once,
             lora_modules=tuple(adapter.name for adapter in self.weights.loras.adapters),
-            of_adapters=tuple(linear for lora in self.weights.made for linear in lora.linears()),
+            of_adapters=tuple(
+                linear for _, lora in self.weights.loras.sites for linear in lora.linears()
+            ),
+            num_lora_slots=self.weights.loras.space.num_slots,
             embedding_scale=scale,
             logit_cap=config.layers.logit_cap,
             classifier=self._classifier(),

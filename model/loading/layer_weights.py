@@ -21,7 +21,7 @@ from baton.model.config.tensor_parts import LinearTensors
 from baton.model.layers.linear import Linear, Product
 from baton.model.layers.lora import Lora
 from baton.model.layers.mlp import GroupedLinear, GroupedProduct, StackedExperts
-from baton.model.loading.adapters import LoraLoader
+from baton.model.loading.adapters import LoraLoader, LoraSite
 from baton.model.loading.weights import (
     Checkpoint,
     in_order,
@@ -92,7 +92,6 @@ class LayerWeights:
         self.ranks, self.linears, self.loras = ranks, linears, loras
         self.dtype, self.device = place.dtype, place.device
         self.grouped_product, self.narrow = place.grouped, place.narrow
-        self.made: list[Lora] = []  # the layers of adapters
 
     def columns(self, linears: Sequence[LinearTensors], order: Tensor | None = None) -> Linear:
         """Return layers that ranks share by outputs as one, whose outputs are in `order`."""
@@ -106,7 +105,8 @@ class LayerWeights:
         layer = self._of_bytes(names, rows, None, bias, order) or self.linear(
             in_order(self.weight(names, rows, None), order), bias
         )
-        return self._adapted(layer, names, rows, slice(0, linears[0].inputs.size), order)
+        columns = slice(0, linears[0].inputs.size)
+        return self._adapted(layer, LoraSite(names, rows, columns, order))
 
     def rows(self, linear: LinearTensors) -> Linear:
         """Return a layer that ranks share by inputs."""
@@ -118,7 +118,7 @@ class LayerWeights:
         layer = self._of_bytes([linear.name], rows, columns, bias) or self.linear(
             self.weight([linear.name], rows, columns), bias
         )
-        return self._adapted(layer, [linear.name], rows, columns)
+        return self._adapted(layer, LoraSite((linear.name,), tuple(rows), columns))
 
     def weight(
         self,
@@ -222,22 +222,15 @@ class LayerWeights:
             whole = narrow_fp8(read(weight), read(how.scale_of(weight)), how.block)
         return whole and part_of(whole, rows, columns or slice(0, inputs))
 
-    def _adapted(
-        self,
-        linear: Linear,
-        names: Sequence[str],
-        rows: Sequence[slice],
-        columns: slice,
-        order: Tensor | None = None,
-    ) -> Linear:
+    def _adapted(self, linear: Linear, site: LoraSite) -> Linear:
         """Return a layer with what the adapters add to it, of the same rows and columns."""
-        if not self.loras.changes(names):
+        if not self.loras.takes(site):
             return linear
-        inputs = columns.stop - columns.start
-        shrink = self.grouped(self.loras.shrinks(names, columns, inputs))
-        expand = self.grouped(in_order(one, order) for one in self.loras.expands(names, rows))
-        self.made.append(Lora(shrink, expand))
-        return replace(linear, adapt=self.made[-1])
+        shrink = self.grouped(self.loras.shrinks(site))
+        lora = Lora(shrink, self.grouped(self.loras.expands(site)))
+        maker = self.linears if isinstance(self.linears, HostLinears) else None
+        self.loras.add(site, lora, maker)
+        return replace(linear, adapt=lora)
 
     def _dequantized(self, name: str, item: int | None) -> Tensor | None:
         """Return the fp32 numbers of a quantized weight; None for a tensor of another kind."""

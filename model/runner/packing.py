@@ -214,6 +214,7 @@ class ModelFacts(NamedTuple):
     eos_token_ids: tuple[int, ...]
     lora_modules: tuple[str, ...] = ()  # the names of the adapters, in the order of their numbers
     state_blocks: int = 0  # that hold the state of a sequence
+    num_lora_slots: int = 0  # the numbers of adapters behind them that may get a name later
 
 
 class Packer:
@@ -234,6 +235,7 @@ class Packer:
     ) -> None:
         """`masks` needs `sampled_at`, which returns the token at a place of the ring."""
         self._adapters = {name: i for i, name in enumerate(("", *model.lora_modules), NO_ADAPTER)}
+        self._num_adapters = len(model.lora_modules) + model.num_lora_slots
         self.buckets: Sequence[Bucket] = ()
         self._block_size, self._state_blocks = model.block_size, model.state_blocks
         self._eos_token_ids = model.eos_token_ids
@@ -291,6 +293,11 @@ class Packer:
             plan, inputs, tuple(chunks), num_decoding, width, lists.has_unknown_tokens, bucket,
             lists.unsampled, lists.scored,
         )  # fmt: skip
+
+    def name_adapter(self, name: str, number: int) -> None:
+        """Give a number to an adapter, which takes it from the one that had it."""
+        self._adapters = {one: of for one, of in self._adapters.items() if of != number}
+        self._adapters[name] = number
 
     def idle(self, bucket: Bucket) -> PackedStep:
         """Return a step of padding alone, with which a bucket is captured."""
@@ -481,7 +488,7 @@ class Packer:
 
     def _adapted(self, into: PackedWords, adapters: list[int]) -> AdaptedPlaces:
         """Lay the rows that have an adapter, in the order of the adapters."""
-        of_row, numbers = np.array(adapters, np.int64), np.arange(len(self._adapters) - 1)
+        of_row, numbers = np.array(adapters, np.int64), np.arange(self._num_adapters)
         order = np.argsort(of_row, kind="stable")[np.count_nonzero(of_row == NO_ADAPTER) :]
         if not len(order):
             return None

@@ -20,7 +20,13 @@ from baton.kernels.cpu.library import CpuLibrary, has_bf16_tiles
 from baton.kv_transfer.agent import TransferAgent, make_port
 from baton.kv_transfer.interfaces import PoolMemory
 from baton.kv_transfer.pools import DevicePool, HostPool
-from baton.model.checkpoint.lora_files import Adapter, fingerprint_of, read_adapters
+from baton.model.checkpoint.lora_files import (
+    Adapter,
+    check_takes_adapters,
+    fingerprint_of,
+    read_adapter,
+    read_adapters,
+)
 from baton.model.checkpoint.weight_files import as_stored
 from baton.model.config.decoder_config import DecoderConfig, read_decoder_config
 from baton.model.config.tasks import read_tasks
@@ -36,6 +42,7 @@ from baton.model.layers.decoder import Decoder
 from baton.model.layers.linear import Product
 from baton.model.layers.mlp import GroupedProduct
 from baton.model.layers.rotary import rope_table, unrotated
+from baton.model.loading.adapters import NO_SPACE, LoraLoader, LoraSpace, PreparedAdapter
 from baton.model.loading.decoder_loading import check_split, load_decoder, local_heads
 from baton.model.loading.layer_weights import PackNarrow, RankDevice, linears_for
 from baton.model.loading.weight_digests import WeightDigest
@@ -69,8 +76,9 @@ from baton.model.sampling.device_counts import DeviceCounts
 from baton.model.sampling.sampler import Sampler, compiled
 from baton.model.sampling.token_masks import TokenMasks
 from baton.model.tensor_parallel import Ranks, least
-from baton.node.executor import ExecutorInfo, Progress
-from baton.protocol.config import ClusterConfig
+from baton.node.executor import AdapterLoad, ExecutorInfo, Progress
+from baton.protocol.adapters import lora_of
+from baton.protocol.config import ClusterConfig, ModelConfig
 from baton.protocol.errors import ConfigError, NodeError
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import KVLayout, NodeFacts, StepLimits
@@ -102,6 +110,7 @@ class RankPlan:
     max_num_batched_tokens: int
     max_num_seqs: int
     adapters: tuple[Adapter, ...] = ()
+    lora_space: LoraSpace = NO_SPACE
     tasks: ModelTasks = field(default_factory=ModelTasks)
 
 
@@ -113,6 +122,19 @@ class LoadedRank:
     pool: HostPool | DevicePool
     port: TransferAgent
     info: ExecutorInfo
+    plan: RankPlan
+
+    def prepare_adapter(self, load: AdapterLoad) -> tuple[PreparedAdapter, str]:
+        """Read an adapter while steps run; return it with the digest of its files.
+
+        Raises `ConfigError` for one that does not fit.
+        """
+        loras, config = self.runner.loras, self.plan.decoder
+        if loras is None or not loras.space.num_slots or not isinstance(config, DecoderConfig):
+            raise ConfigError("the node was started without model.allow_runtime_lora_updating")
+        adapter = read_adapter(load.name, Path(load.path), config)
+        digest = fingerprint_of((adapter,)).hex()
+        return loras.prepare(lora_of(load.name, digest), adapter, load.slot), digest
 
     def close(self) -> None:
         """End the port, then release the captured steps and the pool."""
@@ -166,7 +188,7 @@ def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progr
             tasks=plan.tasks,
         ),
     )
-    return LoadedRank(runner, pool, port, info)
+    return LoadedRank(runner, pool, port, info, plan)
 
 
 def _loaded(
@@ -211,6 +233,7 @@ def plan_rank(config: ClusterConfig, num_ranks: int) -> RankPlan:
     max_num_batched_tokens, max_num_seqs = STEP_LIMITS[device.type]
     if device.type == "cuda" and config.engine.max_num_seqs > MAX_SEQUENCES:
         raise ConfigError(f"engine.max_num_seqs: a GPU takes at most {MAX_SEQUENCES} in one step")
+    own = decoder if isinstance(decoder, DecoderConfig) else None
     plan = RankPlan(
         folder=folder,
         decoder=decoder,
@@ -222,9 +245,8 @@ def plan_rank(config: ClusterConfig, num_ranks: int) -> RankPlan:
         num_blocks=0,
         max_num_batched_tokens=config.engine.max_num_batched_tokens or max_num_batched_tokens,
         max_num_seqs=config.engine.max_num_seqs or max_num_seqs,
-        adapters=read_adapters(
-            config.model.lora_modules, decoder if isinstance(decoder, DecoderConfig) else None
-        ),
+        adapters=read_adapters(config.model.lora_modules, own),
+        lora_space=_lora_space(config.model, own),
         tasks=found.tasks,
     )
     if device.type == "cuda" and not (config.cache.num_blocks or config.cache.memory_mib):
@@ -246,6 +268,15 @@ def _check_blocks(decoder: DecoderConfig, block_size: int) -> None:
             f"cache.block_size: {block_size} must divide attention_chunk_size, which is "
             f"{chunks.size}"
         )
+
+
+def _lora_space(model: ModelConfig, decoder: DecoderConfig | None) -> LoraSpace:
+    """Return the room for adapters at run time. Raises `ConfigError` for a model without any."""
+    if not model.allow_runtime_lora_updating:
+        return NO_SPACE
+    check_takes_adapters(decoder, "model.allow_runtime_lora_updating")
+    # A new version of an adapter is loaded while the last one is still in use.
+    return LoraSpace(model.max_loras + 1, model.max_lora_rank)
 
 
 def _pool_dtype(config: ClusterConfig, decoder: AnyConfig, dtype: torch.dtype) -> torch.dtype:
@@ -311,6 +342,7 @@ def load_runner(
         _narrow_product(plan),
     )
     decoder: StepDecoder
+    loras = LoraLoader(plan.adapters, plan.device, plan.dtype, plan.lora_space)
     if isinstance(plan.decoder, TransformersConfig):
         # transformers takes seconds to import, and only its models need it.
         from baton.model.transformers_code.transformers_decoder import load_transformers
@@ -321,10 +353,12 @@ def load_runner(
             plan.folder, plan.decoder, ranks, plan.dtype, linears, plan.device
         )
     else:
-        decoder = load_decoder(plan.decoder, checkpoint, ranks, place, progress, plan.adapters)
+        decoder = load_decoder(plan.decoder, checkpoint, ranks, place, progress, loras)
     progress("kv pool", 0, 1)
     if plan.device.type == "cuda":
-        return _on_gpu(plan, config, decoder, progress)
+        runner, device_pool = _on_gpu(plan, config, decoder, progress)
+        runner.loras = loras
+        return runner, device_pool
     shape = pool_shape(plan.decoder, config.cache, ranks.size, plan.num_blocks, plan.pool_dtype)
     pool = HostPool(plan.num_blocks, plan.layout.block_bytes)
     states = states_of(plan.decoder, config.cache, ranks.size, plan.pool_dtype)
@@ -343,7 +377,9 @@ def load_runner(
         try_rows(decoder, backend, cache.pool, plan.decoder.vocab_size)
     kernel = compiled(CpuSampler(library)) if library else None
     sampler = Sampler(plan.decoder.eos_token_ids, kernel, _masks(plan))
-    return Runner(decoder, backend, cache, sampler, HostQueue(), boottime), pool
+    runner = Runner(decoder, backend, cache, sampler, HostQueue(), boottime)
+    runner.loras = loras
+    return runner, pool
 
 
 def _index_pool(plan: RankPlan, cache: KVCache) -> IndexPool | None:

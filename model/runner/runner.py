@@ -17,6 +17,7 @@ from torch import Tensor
 
 from baton.model.layers.attention import Backend, Batch
 from baton.model.layers.linear import Linear
+from baton.model.loading.adapters import LoraLoader, PreparedAdapter
 from baton.model.runner.device_state import RING_TOKENS, DeviceTables
 from baton.model.runner.kv_cache import KVCache
 from baton.model.runner.packing import Bucket, ModelFacts, PackedStep, Packer, StepInputs
@@ -52,6 +53,11 @@ class StepDecoder(Protocol):
     @property
     def lora_modules(self) -> tuple[str, ...]:
         """The names of the adapters, in the order of their numbers."""
+        ...
+
+    @property
+    def num_lora_slots(self) -> int:
+        """The numbers behind those, of adapters that come at run time."""
         ...
 
     @property
@@ -102,11 +108,13 @@ class Runner:
         self._ring = torch.zeros(RING_TOKENS, dtype=torch.int64, device=device)
         state_blocks = 0 if cache.states is None else cache.states.num_blocks
         facts = ModelFacts(
-            cache.pool.shape[4], sampler.eos_token_ids, decoder.lora_modules, state_blocks
-        )
+            cache.pool.shape[4], sampler.eos_token_ids, decoder.lora_modules, state_blocks,
+            decoder.num_lora_slots,
+        )  # fmt: skip
         self._packer = Packer(
             facts, self._tables, self._queue.allocate, sampler.masks, self._sampled, sampler.counts
         )
+        self.loras: LoraLoader | None = None  # reads adapters at run time
         self._graphs: StepGraphs | None = None
         # Each with the time of its launch.
         self._launched: deque[tuple[PackedStep, float]] = deque()
@@ -127,6 +135,11 @@ class Runner:
     def drop_graphs(self) -> None:
         """Let go of the captured steps; nothing may be launched from then on."""
         self._graphs = None
+
+    def put_adapter(self, prepared: PreparedAdapter) -> None:
+        """Let an adapter take effect in the steps that are launched from now on."""
+        prepared.put()
+        self._packer.name_adapter(prepared.lora, prepared.number)
 
     def launch(self, plan: StepPlan) -> None:
         """Queue a step after those already launched. At most two may be uncollected."""

@@ -158,7 +158,9 @@ class BareLinears(TorchFunctionMode):
 class TransformersDecoder:
     """A model of transformers behind the interface that a runner has to its decoder."""
 
-    lora_modules: tuple[str, ...] = ()  # its code takes none
+    # Its code takes no adapters.
+    lora_modules: tuple[str, ...] = ()
+    num_lora_slots = 0
 
     def __init__(
         self, model: Any, attention: PagedAttention, ranks: Ranks, made: list[Linear]

@@ -21,7 +21,7 @@ Model = str | os.PathLike[str] | ModelConfig | Mapping[str, object]
 IGNORED = (
     "trust_remote_code", "enforce_eager", "disable_log_stats",
     "runner",  # the folder says what its model makes
-    "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras",  # lora_modules says all of it
+    "enable_lora", "max_cpu_loras",  # lora_modules says all of it
 )  # fmt: skip
 # The values of vLLM's `task`, by what they mean for `model.convert`; None: as the folder says.
 TASKS = {

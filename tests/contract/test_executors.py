@@ -10,6 +10,7 @@ from contextlib import closing, contextmanager
 from itertools import count
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from baton.kv_transfer.interfaces import (
@@ -26,13 +27,15 @@ from baton.model.executors import worker_executor
 from baton.model.executors.local_executor import InProcessExecutor
 from baton.model.executors.worker_executor import WorkerExecutor
 from baton.model.executors.worker_messages import FromWorker, Loading, MessageSocket, ToWorker
-from baton.node.executor import RANK_KILLED, Executor, ExecutorInfo
+from baton.node.executor import RANK_KILLED, AdapterLoad, AdapterOutcome, Executor, ExecutorInfo
 from baton.node.scheduling.plan import Slice, StepPlan, StepResult
+from baton.protocol.adapters import lora_of
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError, NodeError
 from baton.protocol.ids import Epoch, Key, RequestId
 from baton.protocol.sampling import Sampling
 from tests.support import gloo_worker
+from tests.support.adapters import write_adapter
 from tests.support.checkpoints import model_folder, tiny_cluster
 from tests.support.compute import model_fingerprint, no_progress
 from tests.support.node_threads import block_bytes
@@ -382,3 +385,39 @@ def test_the_progress_of_every_rank_is_the_progress_of_the_start(monkeypatch):
     for rank in executor._workers:
         rank.steps.close()
         rank.far_end.close()
+
+
+@pytest.mark.parametrize("kind", ["in process", "two ranks"])
+def test_an_adapter_is_loaded_while_steps_run(kind):
+    folder = model_folder("qwen3")
+    adapter = write_adapter(folder, ("q_proj", "up_proj"), rank=4)
+    room = {"path": str(folder), "allow_runtime_lora_updating": True, "max_loras": 1}
+    config = config_of(kind, folder, model=room)
+    with closing(executor_of(kind, config)) as executor:
+        executor.start(no_progress)
+        steps = Steps(executor)
+
+        def outcome_of(load: AdapterLoad) -> AdapterOutcome:
+            executor.load_adapter(load)
+            plain = steps.tokens(prompt_slice(new_key(), range(3)))
+            while (outcome := executor.poll_adapter()) is None:
+                assert readable(executor.fileno()), "no adapter was loaded"
+                assert executor.poll() is None
+            assert steps.tokens(prompt_slice(new_key(), range(3))) == plain
+            return outcome
+
+        gone = outcome_of(AdapterLoad("gone", "/nowhere", 0))
+        assert "No such file" in gone.problem
+        first = outcome_of(AdapterLoad("mine", str(adapter), 0))
+        assert not first.problem
+        again = outcome_of(AdapterLoad("mine", str(adapter), 1))
+        assert again.digest == first.digest
+        part = prompt_slice(new_key(), range(3, 6))
+        lora = lora_of("mine", first.digest)
+        assert steps.tokens(msgspec.structs.replace(part, lora=lora))
+    with closing(executor_of(kind)) as executor:
+        executor.start(no_progress)
+        steps = Steps(executor)
+        assert (
+            "allow_runtime_lora_updating" in outcome_of(AdapterLoad("a", str(adapter), 0)).problem
+        )

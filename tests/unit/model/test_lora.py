@@ -14,7 +14,7 @@ from baton.model.config.decoder_config import read_decoder_config
 from baton.model.layers.attention import AdaptedRows
 from baton.model.layers.lora import Lora
 from baton.model.layers.mlp import StackedExperts
-from baton.model.loading.adapters import LoraLoader
+from baton.model.loading.adapters import LoraLoader, LoraSite
 from baton.model.runner.rank import plan_rank
 from baton.model.runner.runner import Runner
 from baton.model.tensor_parallel import SharedMemoryRanks
@@ -230,12 +230,11 @@ def test_the_form_for_gpus_computes_the_same():
     config = read_decoder_config(model)
     adapters = read_adapters([f"{one.name}={one}" for one in folders], config)
     loader = LoraLoader(adapters, torch.device("cpu"), torch.float32)
-    names = ["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj"]
-    rows, columns = [slice(0, 128), slice(16, 32)], slice(0, 128)
-    shrink = StackedExperts(
-        torch.stack([*loader.shrinks(names, columns, 128)]), reference.grouped_product
-    )
-    expand = StackedExperts(torch.stack([*loader.expands(names, rows)]), reference.grouped_product)
+    names = ("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj")
+    rows = slice(0, 128), slice(16, 32)
+    site = LoraSite(names, rows, slice(0, 128))
+    shrink = StackedExperts(torch.stack([*loader.shrinks(site)]), reference.grouped_product)
+    expand = StackedExperts(torch.stack([*loader.expands(site)]), reference.grouped_product)
     x, y = torch.randn(5, 128), torch.zeros(5, 144)
     adapted = AdaptedRows(torch.tensor([1, 4, 0]), torch.tensor([1, 3], dtype=torch.int32))
     ours = Lora(shrink, expand)(y, x, adapted)
