@@ -180,6 +180,12 @@ class DecodeScheduler:
                     self.outputs.send(origin, PromptLogprobs(done.key, of_prompts[index]))
                 self._settle_prompt(now_s, done, tokens, failed.get(index), scores)
 
+    def loras_in_use(self) -> set[str]:
+        sequences = [prompt.sequence for prompt in self.queue.pending.values()]
+        streams = (*self._running.values(), *self._leaving.values())
+        sequences += [stream.sequence for stream in streams]
+        return {sequence.sampling.lora for sequence in sequences}
+
     def load(self) -> Load:
         return load_of(self.pool, len(self._running), self.queue.num_waiting)
 

@@ -19,6 +19,7 @@ from baton.kv_transfer.interfaces import (
     ReadEnded,
     ToRank,
 )
+from baton.node.adapters import AdapterSlots
 from baton.node.executor import RANK_KILLED, Executor
 from baton.node.records import Draining, EventRing, NodeObserver, Turned
 from baton.node.scheduling.plan import StepPlan, StepResult
@@ -36,6 +37,8 @@ from baton.protocol.messages import (
     Failed,
     InProgress,
     Keep,
+    ListAdapters,
+    LoadAdapter,
     Peers,
     Prefill,
     Profile,
@@ -114,6 +117,7 @@ class EngineLoop:
         self._clock = clock
         self._forecast = StepForecast()
         self._launched: deque[StepPlan] = deque()
+        self._adapters = AdapterSlots(scheduler, executor)
         self.crashed_in: StepPlan | None = None  # the step whose error ends this process
         self._events: list[ConnectorEvent] = []
         self._wake_at_s: float | None = 0.0  # of the connector
@@ -138,6 +142,7 @@ class EngineLoop:
             self.ring.record(now_s, event)
             self._handle(now_s, event)
         self._settle(now_s)
+        self._load_adapters(now_s)
         self._connect(now_s)
         self._launch(now_s)
         self._send(now_s)
@@ -201,6 +206,10 @@ class EngineLoop:
                 pass
             case ResetPrefixCache():
                 self.scheduler.pool.reset_prefix_cache()
+            case LoadAdapter():
+                self._adapters.load(origin, message)
+            case ListAdapters(entries=entries):
+                self._adapters.take_list(origin, entries)
             case Profile(name=name):
                 self.executor.profile(name)
             case WatchCache():
@@ -210,7 +219,20 @@ class EngineLoop:
             case _:
                 assert_never(message)
 
+    def _load_adapters(self, now_s: float) -> None:
+        if self._adapters.is_loading:
+            outcome = self.executor.poll_adapter()
+            if outcome is not None:
+                self.ring.record(now_s, outcome)
+                self._adapters.loaded(outcome)
+        self._adapters.begin()
+        for origin, message in self._adapters.take_replies():
+            self.scheduler.outputs.send(origin, message)
+        if (change := self._adapters.take_change()) is not None:
+            self.links.broadcast(change)
+
     def _forget(self, origin: Origin) -> None:
+        self._adapters.forget(origin)
         self.scheduler.forget(origin)
         self.scheduler.outputs.drop(origin)
         self.scheduler.pool.cache.journal.forget(origin)

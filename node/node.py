@@ -158,6 +158,7 @@ class EngineNode:
             cache_prefixes=self.config.cache.enable_prefix_caching,
             state_blocks=info.layout.state_blocks,
         )
+        model = self.config.model
         limits = NodeLimits(
             info.facts.step.num_tokens,
             info.facts.step.num_slots,
@@ -170,6 +171,7 @@ class EngineNode:
             self.config.engine.prompt_lookup_min,
             info.facts.lora_modules,
             info.facts.tasks,
+            model.max_loras if model.allow_runtime_lora_updating else 0,
         )
         loop = EngineLoop(
             self._make_scheduler(pool, limits),

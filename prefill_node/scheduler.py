@@ -227,6 +227,10 @@ class PrefillScheduler:
                 firsts = handoff.sequence.first_tokens(tokens, self.limits, logprobs.get(index, ()))
                 self._complete(now_s, handoff, firsts)
 
+    def loras_in_use(self) -> set[str]:
+        handoffs = (*self._waiting.values(), *self._computing.values(), *self._holding.values())
+        return {handoff.sequence.sampling.lora for handoff in handoffs}
+
     def load(self) -> Load:
         return load_of(self.pool, len(self._computing), len(self._waiting))
 

@@ -29,14 +29,14 @@ class AdapterEntry(msgspec.Struct, frozen=True, array_like=True):
     @property
     def lora(self) -> str:
         """Return the name of this version in requests; empty if it was removed."""
-        return lora_of(self.name, self.digest) if self.path else ""
+        return lora_version(self.name, self.digest) if self.path else ""
 
     @property
     def stamp(self) -> tuple[int, str]:
         return self.number, self.router
 
 
-def lora_of(name: str, digest: str) -> str:
+def lora_version(name: str, digest: str) -> str:
     """Return the name in requests of an adapter that was loaded at run time.
 
     It differs between versions of an adapter, so these share no blocks.

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from baton.protocol.adapters import MAX_ENTRIES, MAX_NAME, MAX_PATH, AdapterEntry
 from baton.protocol.blocks import HASH_BYTES, KEY_BYTES
 from baton.protocol.errors import Failure
 from baton.protocol.ids import (
@@ -217,6 +218,27 @@ class Profile(Message, frozen=True):
     name: Annotated[str, Meta(max_length=64, pattern=r"^[\w-]*$")] = ""
 
 
+AdapterName = Annotated[str, Meta(max_length=MAX_NAME)]
+AdapterPath = Annotated[str, Meta(max_length=MAX_PATH)]
+AdapterEntries = Annotated[tuple[AdapterEntry, ...], Meta(max_length=MAX_ENTRIES)]
+
+
+class LoadAdapter(Message, frozen=True):
+    """Asks a node to load a LoRA adapter that is in no list yet. `AdapterLoaded` answers."""
+
+    name: AdapterName
+    path: AdapterPath
+
+
+class ListAdapters(Message, frozen=True):
+    """Tells a node the last change of each adapter of run time. `AdaptersHeld` answers.
+
+    The node loads those that it lacks.
+    """
+
+    entries: AdapterEntries
+
+
 class Attach(Message, frozen=True):
     """Asks a node for a request, for its owner. `Attached` or `NotAttached` answers.
 
@@ -259,7 +281,7 @@ class DrainState(Message, frozen=True):
 
 ToNode = (
     Peers | Prefill | Decode | Cancel | Refused | Attach | Drain | DrainState | WatchCache
-    | Keep | ResetPrefixCache | Profile
+    | Keep | ResetPrefixCache | Profile | LoadAdapter | ListAdapters
 )  # fmt: skip
 
 
@@ -489,6 +511,25 @@ class NotAttached(Message, frozen=True):
     request_id: RequestId
 
 
+class AdapterLoaded(Message, frozen=True):
+    """The node has loaded an adapter, or cannot."""
+
+    name: AdapterName
+    path: AdapterPath
+    digest: str = ""  # of its files, in hex
+    problem: str = ""
+
+
+class AdaptersHeld(Message, frozen=True):
+    """The adapters of run time that a node has, and all changes that it knows.
+
+    It answers `ListAdapters`, and goes to all routers after a change.
+    """
+
+    entries: AdapterEntries
+    loras: tuple[str, ...]  # by their names in requests
+
+
 class DrainNode(Message, frozen=True):
     """Asks a router to drain a node. An operator's command repeats it until the node is gone.
 
@@ -501,7 +542,7 @@ class DrainNode(Message, frozen=True):
 ToRouter = (
     Hello | Starting | Ready | Heartbeat | Accepted | FirstTokens | Tokens | Failed | CancelDone
     | Crashed | InProgress | Attached | NotAttached | DrainNode | CacheChanges | PromptLogprobs
-    | Pooled
+    | Pooled | AdapterLoaded | AdaptersHeld
 )  # fmt: skip
 
 

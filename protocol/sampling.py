@@ -54,7 +54,8 @@ class Penalties(msgspec.Struct, frozen=True, omit_defaults=True):
 class Scope(msgspec.Struct, frozen=True):
     """What requests must have in common to share cached blocks.
 
-    An adapter's name stands for its weights, because nodes with other weights never pair.
+    An adapter's name stands for its weights: nodes with other weights never pair, and the name of
+    one that was loaded at run time has their digest (`adapters.lora_version`).
     """
 
     lora: str = ""

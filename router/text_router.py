@@ -244,6 +244,7 @@ class TextRouter:
             eos_token_ids=model.eos_token_ids,
             dtype=model.facts.dtype,
             lora_modules=model.facts.lora_modules,
+            run_time_loras=self.core.adapters.versions,
             sampling=self._sampling,
             tasks=model.facts.tasks,
         )

@@ -46,7 +46,8 @@ FOREIGN_FLAGS = {
     "--revision": "download that revision with `hf download --revision` and name the folder",
     "--download-dir": "set the variable HF_HUB_CACHE to the folder",
     "--enable-auto-tool-choice": "leave it out, because tools work without it",
-    "--enable-lora": "leave it out, because --lora-modules alone is enough",
+    "--enable-lora": "name adapters with --lora-modules, or load them later with "
+    "--allow-runtime-lora-updating",
     "--enable-chunked-prefill": "leave it out, because prompts are always computed in chunks",
     "--enforce-eager": "use --engine-graphs none",
     "--data-parallel-size": "use --prefill N and --decode N, the numbers of nodes",

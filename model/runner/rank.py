@@ -77,7 +77,7 @@ from baton.model.sampling.sampler import Sampler, compiled
 from baton.model.sampling.token_masks import TokenMasks
 from baton.model.tensor_parallel import Ranks, least
 from baton.node.executor import AdapterLoad, ExecutorInfo, Progress
-from baton.protocol.adapters import lora_of
+from baton.protocol.adapters import lora_version
 from baton.protocol.config import ClusterConfig, ModelConfig
 from baton.protocol.errors import ConfigError, NodeError
 from baton.protocol.ids import Epoch
@@ -134,7 +134,7 @@ class LoadedRank:
             raise ConfigError("the node was started without model.allow_runtime_lora_updating")
         adapter = read_adapter(load.name, Path(load.path), config)
         digest = fingerprint_of((adapter,)).hex()
-        return loras.prepare(lora_of(load.name, digest), adapter, load.slot), digest
+        return loras.prepare(lora_version(load.name, digest), adapter, load.slot), digest
 
     def close(self) -> None:
         """End the port, then release the captured steps and the pool."""

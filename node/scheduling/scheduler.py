@@ -14,6 +14,7 @@ from baton.kv_transfer.interfaces import ConnectorReport
 from baton.node.scheduling.block_pool import BlockPool
 from baton.node.scheduling.plan import StepPlan, StepResult
 from baton.node.scheduling.requests import Choices, Origin, Outputs
+from baton.protocol.adapters import shown_lora
 from baton.protocol.codec import MalformedMessage
 from baton.protocol.errors import BatonError, RequestError
 from baton.protocol.ids import Key
@@ -36,6 +37,8 @@ class NodeLimits(msgspec.Struct, frozen=True):
     prompt_lookup_min: int = 2
     lora_modules: tuple[str, ...] = ()
     tasks: ModelTasks = ModelTasks()
+    max_loras: int = 0  # adapters that may be loaded at run time
+    run_time_loras: set[str] = set()  # those that are loaded now, which the loop keeps
 
     @property
     def max_first_tokens(self) -> int:
@@ -73,8 +76,9 @@ def problem_of(
         return RequestError(text, code="context_length_exceeded", param="prompt")
     if num_output >= message.sampling.max_tokens:
         return RequestError("no token is left to generate", param="max_tokens")
-    if (lora := message.sampling.lora) and lora not in limits.lora_modules:
-        text = f"this node has no adapter {lora!r}"
+    lora = message.sampling.lora
+    if lora and lora not in limits.lora_modules and lora not in limits.run_time_loras:
+        text = f"this node has no adapter {shown_lora(lora)!r}"
         return RequestError(text, code="model_not_found", param="model", http_status=404)
     if is_in_use(Choices.of(message)):
         return MalformedMessage(f"{message.key} is in use")
@@ -102,6 +106,7 @@ def load_of(pool: BlockPool, num_running: int, num_waiting: int) -> Load:
 class Scheduler(Protocol):
     outputs: Outputs
     pool: BlockPool
+    limits: NodeLimits
 
     def add(self, now_s: float, origin: Origin, message: Prefill | Decode) -> None:
         """Take a request in, or answer `Failed`. It never raises because of a message."""
@@ -138,6 +143,10 @@ class Scheduler(Protocol):
 
     def in_progress(self) -> dict[Origin, list[Key]]:
         """Return the sequences that wait for nothing but this node, by router."""
+        ...
+
+    def loras_in_use(self) -> set[str]:
+        """Return the adapters that some sequence needs."""
         ...
 
     def load(self) -> Load: ...

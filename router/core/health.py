@@ -30,7 +30,8 @@ class ServedModel(msgspec.Struct, frozen=True):
     block_size: int
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = ""
-    lora_modules: tuple[str, ...] = ()  # the names of the adapters
+    lora_modules: tuple[str, ...] = ()  # the names of the adapters of the settings
+    run_time_loras: dict[str, str] = {}  # the names in requests of those of run time, by name
     sampling: dict[str, object] = {}  # the default of HTTP requests
     other_names: tuple[str, ...] = ()  # by which clients may ask for it, too
     tasks: ModelTasks = ModelTasks()

@@ -11,6 +11,7 @@ each unfinished choice resumes from its tokens. Only losses without progress use
 from collections.abc import Sequence
 from typing import assert_never
 
+from baton.protocol.adapters import is_of_run_time
 from baton.protocol.errors import TAKEN_OVER, Cancelled, Failure, NodeError
 from baton.protocol.ids import Key, NodeId
 from baton.protocol.messages import (
@@ -438,6 +439,7 @@ class Lifecycle:
         self._attempts.append(attempt)
         avoid = frozenset(one for one, at_s in self._avoided.items() if self._now_s < at_s)
         num_prompt, max_tokens = len(request.token_ids), request.sampling.max_tokens
+        lora = request.sampling.lora
         selection = SelectNodes(
             attempt.key,
             num_tokens,
@@ -450,6 +452,7 @@ class Lifecycle:
             is_suspect=self._num_crashes > 0,
             is_remote_only=self._is_remote_only,
             is_pooled=request.sampling.pooling is not None,
+            lora=lora if is_of_run_time(lora) else "",
             block_keys=request.block_keys,
             tenant=request.tenant,
         )

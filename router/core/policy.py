@@ -223,8 +223,10 @@ class _PairSearch:
         return self._candidates(nodes, waits, has, read)
 
     def _large_enough(self, role: Role, num_blocks: int) -> list[Node]:
-        """Return the nodes in service whose pools have at least that many blocks."""
+        """Return the nodes in service that have the adapter and at least that many blocks."""
         nodes = self._registry.in_service(role)
+        if lora := self._selection.lora:
+            nodes = [node for node in nodes if lora in node.loras]
         return [one for one in nodes if one.info and one.info.num_blocks >= num_blocks]
 
     def _candidates(

@@ -122,6 +122,7 @@ class Node:
     num_suspects: int = 0
     num_blocks: int = 0
     num_foreign: int = 0  # sequences from other routers, as of its last heartbeat
+    loras: frozenset[str] = frozenset()  # the adapters of run time that it has
     unreachable: tuple[NodeId, ...] = ()  # decode nodes that this prefill node cannot reach now
     # The nodes of the other role with which it certainly cannot work, each with the reason.
     obstacles: dict[NodeId, str] = field(default_factory=dict)
@@ -261,7 +262,7 @@ class Registry:
         node.heard(now_s)
         node.info, node.state = info, "ready"
         node.phase, node.done, node.total = "ready", 0, 0  # the last message was of the start
-        self._changed()
+        self.changed()
         return [Entered(info), *self._differences(info), *self._pair_up(node, info)]
 
     def heartbeat(self, now_s: float, message: Heartbeat) -> list[Change]:
@@ -276,7 +277,7 @@ class Registry:
                 if (decode := self._nodes.get(other)) is not None:
                     self.pairs.reached(node.process, decode.process)
             node.unreachable = message.unreachable
-            self._changed()
+            self.changed()
         in_hand = message.load.num_running + message.load.num_waiting
         node.num_foreign = max(0, in_hand - node.num_sequences)
         if node.info is None:
@@ -287,7 +288,7 @@ class Registry:
         if _is_stuck(message):
             node.state = "stuck"
         if was != node.state:
-            self._changed()
+            self.changed()
         if was in ("ready", "draining") and node.state == "stuck":
             text = f"{node.node_id} is stuck: its step has run for {message.step_age_s:.0f} s"
             if message.loop_age_s > STUCK_S:
@@ -300,12 +301,21 @@ class Registry:
         node = self._nodes.get(peer)
         return node is None or node.info is None or self.caches.hear(peer, changes)
 
+    def holds(self, peer: NodeId, loras: Iterable[str], *, are_all: bool = False) -> None:
+        """Note adapters of run time that a node has; all of them, or some more."""
+        node = self._nodes.get(peer)
+        if node is not None:
+            held = frozenset(loras) if are_all else node.loras.union(loras)
+            if node.loras != held:
+                node.loras = held
+                self.changed()
+
     def drains(self, peer: NodeId) -> None:
         """Give a node no more work. Its work goes on, so it does not count as gone."""
         node = self._nodes.get(peer)
         if node is not None and node.state == "ready":
             node.state = "draining"
-            self._changed()
+            self.changed()
 
     def gone(self, peer: NodeId, why: str = "the connection was lost") -> list[Change]:
         """Drop a node whose channel ended. A living node will introduce itself again."""
@@ -315,7 +325,7 @@ class Registry:
             for other in self._nodes.values():
                 other.obstacles.pop(peer, None)
         self.caches.forget(peer)
-        self._changed()
+        self.changed()
         if node is None or node.info is None:
             return []
         # A node that was not `ready` has left before, but may have got a cancel since.
@@ -340,7 +350,7 @@ class Registry:
             silent_s = now_s - node.heard_s - node.excused_s
             if node.state in ("ready", "draining") and silent_s > self.heartbeat_timeout_s:
                 node.state = "silent"
-                self._changed()
+                self.changed()
                 failure = _lost(f"{node.node_id} has been silent for {silent_s:.1f} s")
                 changes.append(Left(node.node_id, node.role, failure))
         return changes
@@ -433,7 +443,8 @@ class Registry:
         node = self._nodes.get(node_id)
         return node if node is not None and node.epoch == epoch else None
 
-    def _changed(self) -> None:
+    def changed(self) -> None:
+        """Note that an attempt that found no node may find one, or that others may be found."""
         self._in_service.clear()
         self._hosts = None
         self.version += 1

@@ -158,6 +158,7 @@ class SelectNodes(msgspec.Struct, frozen=True):
     is_suspect: bool = False  # a node has died of an error in one of its steps
     is_remote_only: bool = False  # a decode node had less of the prompt cached than expected
     is_pooled: bool = False  # no token is wanted, so a prefill node alone computes it
+    lora: str = ""  # an adapter of run time, which not all nodes may have
     block_keys: tuple[BlockKey, ...] = ()  # keys of the prompt's blocks, if caches are watched
     tenant: Tenant = ANYONE
 

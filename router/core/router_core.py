@@ -30,6 +30,8 @@ from baton.protocol.errors import (
 from baton.protocol.ids import Epoch, Key, NodeId, RequestId
 from baton.protocol.messages import (
     Accepted,
+    AdapterLoaded,
+    AdaptersHeld,
     Attached,
     CacheChanges,
     Cancel,
@@ -56,6 +58,7 @@ from baton.protocol.messages import (
 )
 from baton.protocol.pooling import ModelTasks, Pooling
 from baton.protocol.sampling import SEED_BITS
+from baton.router.core.adapters import ClusterAdapters
 from baton.router.core.admission import (
     NO_RULES,
     Admission,
@@ -154,6 +157,8 @@ class RouterCore:
         self._clock = clock
         is_cache_aware = config.router.routing == "cache-aware"
         self.notifier = NodeNotifier(self.registry, self._send, watches_caches=is_cache_aware)
+        self._allows_loading = config.model.allow_runtime_lora_updating
+        self.adapters = ClusterAdapters(self.registry, self._send, self.epoch)
         self._policy = CheapestPair(config.router.local_prefill, config.router.local_prefill_tokens)
         self._queue = Admission(config.router, self.registry, self._policy)
         self._reattaching = Reattaching(clock(), self._send, self._adopt, config.node.detached_s)
@@ -400,6 +405,10 @@ class RouterCore:
             case Attached() | NotAttached():
                 if message.request_id not in self._requests:
                     self._reattaching.heard(self._now_s, node, message)
+            case AdapterLoaded():
+                self.adapters.loaded(node, message)
+            case AdaptersHeld():
+                self.adapters.held(node, message)
             case DrainNode():  # an operator's command, and not a node's
                 pass
             case _:
@@ -422,11 +431,13 @@ class RouterCore:
             self.notifier.announce(change)
             if isinstance(change, Entered):
                 assert self._link is not None
+                self.adapters.entered(change.info, is_allowed=self._allows_loading)
                 self._link.send_kept_cancels((change.info.node_id, change.info.epoch))
                 if change.info.role == "decode":
                     self._reattaching.entered(change.info.node_id)
             elif isinstance(change, Left):
                 self._reattaching.left(change.node)
+                self.adapters.left(change.node)
                 for active in list(self._requests.values()):
                     self._feed(active, NodeLost(change.node, change.failure))
         self._changed.set()

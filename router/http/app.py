@@ -18,6 +18,7 @@ from baton.protocol import VERSION
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, Overloaded, RequestError
 from baton.router.core.health import Health, ServedModel
+from baton.router.http.adapter_handlers import AdapterHandlers
 from baton.router.http.api.anthropic import CountBody, MessageBody, message_error
 from baton.router.http.api.pooling_bodies import EmbeddingBody, RerankBody, ScoreBody
 from baton.router.http.api.responses_body import ResponseBody
@@ -65,13 +66,16 @@ class App:
         self._baton_version = VERSION
         self._name = config.router.name
         self._has_dev_endpoints = config.router.dev_endpoints
+        self._updates_loras = config.model.allow_runtime_lora_updating
         self.metrics = HttpMetrics(
             config.model.shown_name,
             self._baton_version,
             self._name if config.router.shares_port else "",
         )
-        bodies = Bodies(config.router.max_body_mib)
-        self._handlers = Handlers(engine, config, bodies, self.metrics, chat_template, silence_s)
+        self._bodies = Bodies(config.router.max_body_mib)
+        self._handlers = Handlers(
+            engine, config, self._bodies, self.metrics, chat_template, silence_s
+        )
         self._request_log = RequestLog(config.log)
         self.access = Access(config.router)
         self._engine = engine
@@ -120,6 +124,10 @@ class App:
             router.add_post("/reset_prefix_cache", self._reset_prefix_cache)
             router.add_post("/start_profile", self._start_profile)
             router.add_post("/stop_profile", self._stop_profile)
+        if self._updates_loras:
+            adapters = AdapterHandlers(self._engine, self._bodies)
+            router.add_post("/v1/load_lora_adapter", adapters.load)
+            router.add_post("/v1/unload_lora_adapter", adapters.unload)
         if self._status is not None:
             router.add_get("/", self._status.page)
             router.add_get("/status.json", self._status_document)
@@ -162,7 +170,8 @@ class App:
             "max_model_len": model.max_model_len,
         }
         others = [card | {"id": name} for name in model.other_names]
-        adapters = [card | {"id": name, "parent": model.name} for name in model.lora_modules]
+        names = (*model.lora_modules, *model.run_time_loras)
+        adapters = [card | {"id": name, "parent": model.name} for name in names]
         return [card, *others, *adapters]
 
     async def _health(self, request: web.Request) -> web.Response:

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 from aiohttp import web
 
+from baton.protocol.adapters import shown_lora
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, Overloaded, RequestError
 from baton.protocol.ids import RequestId
@@ -308,7 +309,7 @@ class Handlers:
             raise RequestError(text, param="return_token_ids")
         writer = ResponseWriter(
             id=f"{_ID_PREFIXES[parsed.endpoint]}{secrets.token_hex(12)}",
-            model=parsed.scope.lora or model.name,
+            model=shown_lora(parsed.scope.lora) or model.name,
             created=int(time.time()),
             is_chat=parsed.is_chat,
             include_usage=parsed.include_usage,

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 from aiohttp import web
 
+from baton.protocol.adapters import shown_lora
 from baton.router.core.request import Caller
 from baton.router.core.stream import RequestStream
 from baton.router.http.api.large_bodies import BodyWork
@@ -105,7 +106,7 @@ class PoolingHandlers:
         response_id: str,
     ) -> bytes:
         num_tokens = sum(map(num_packed, asked.prompts))
-        model = asked.scope.lora or self._engine.get_model_config().name
+        model = shown_lora(asked.scope.lora) or self._engine.get_model_config().name
         fields: dict[str, object] = {
             "id": response_id,
             "object": "list",

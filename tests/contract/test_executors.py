@@ -29,7 +29,7 @@ from baton.model.executors.worker_executor import WorkerExecutor
 from baton.model.executors.worker_messages import FromWorker, Loading, MessageSocket, ToWorker
 from baton.node.executor import RANK_KILLED, AdapterLoad, AdapterOutcome, Executor, ExecutorInfo
 from baton.node.scheduling.plan import Slice, StepPlan, StepResult
-from baton.protocol.adapters import lora_of
+from baton.protocol.adapters import lora_version
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError, NodeError
 from baton.protocol.ids import Epoch, Key, RequestId
@@ -413,7 +413,7 @@ def test_an_adapter_is_loaded_while_steps_run(kind):
         again = outcome_of(AdapterLoad("mine", str(adapter), 1))
         assert again.digest == first.digest
         part = prompt_slice(new_key(), range(3, 6))
-        lora = lora_of("mine", first.digest)
+        lora = lora_version("mine", first.digest)
         assert steps.tokens(msgspec.structs.replace(part, lora=lora))
     with closing(executor_of(kind)) as executor:
         executor.start(no_progress)

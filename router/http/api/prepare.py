@@ -92,7 +92,7 @@ def tokenized(
 
 
 def lora_of(name: str | None, model: ServedModel) -> str:
-    """Return the adapter that a body's `model` names, or "" for the model itself.
+    """Return the adapter that a body's `model` names, as requests do; "" for the model itself.
 
     Raises `RequestError` if this server has neither.
     """
@@ -101,7 +101,9 @@ def lora_of(name: str | None, model: ServedModel) -> str:
         return ""
     if name in model.lora_modules:
         return name
-    known = ", ".join(map(repr, (*names, *model.lora_modules)))
+    if name in model.run_time_loras:
+        return model.run_time_loras[name]
+    known = ", ".join(map(repr, (*names, *model.lora_modules, *model.run_time_loras)))
     text = f"the model {clip(name)!r} does not exist; this server has {known}"
     raise RequestError(text, code="model_not_found", param="model", http_status=404)
 
