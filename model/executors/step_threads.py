@@ -102,6 +102,7 @@ class StepCpus:
             self._shared.give_back()
 
 
+READING_NICENESS = 10  # of a thread that reads an adapter beside the steps
 REPORT_S = 0.5  # progress is reported at least once a second
 
 TakeOutcome = Callable[[StepResult | NodeError | AdapterOutcome], None]
@@ -187,6 +188,7 @@ class StepThreads:
 
     def _read_adapter(self, load: AdapterLoad) -> None:
         torch.set_num_threads(1)  # steps need the CPUs
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), READING_NICENESS)
         assert self._rank is not None, "adapters come after start"
         try:
             prepared, digest = self._rank.prepare_adapter(load)
