@@ -24,7 +24,7 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 MAX_RANK = 512
 MODULES = (
     "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj",
-    "down_proj",
+    "down_proj", "w1", "w2", "w3",
 )  # fmt: skip
 T = TypeVar("T")
 _TENSOR = re.compile(r"base_model\.model\.([\w.]+)\.lora_([AB])\.weight")

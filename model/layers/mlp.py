@@ -17,7 +17,7 @@ from torch import Tensor
 from baton.kernels.constants import SILU, Gate
 from baton.model.config.expert_config import GroupedRouting
 from baton.model.layers.attention import AdaptedRows, Backend
-from baton.model.layers.linear import Linear
+from baton.model.layers.linear import Adaptation, Linear
 
 # Rows [num_rows, in] in the order of their experts, weights [num_experts, out, in], the end of each
 # expert's rows [num_experts] int32, and biases [num_experts, out] -> [num_rows, out]. It never
@@ -106,9 +106,9 @@ class SharedExpert:
     gate: Linear | None  # [1, hidden]
     mlp: DenseMlp
 
-    def __call__(self, x: Tensor, backend: Backend) -> Tensor:
+    def __call__(self, x: Tensor, backend: Backend, adapted: AdaptedRows | None = None) -> Tensor:
         """Return `sigmoid(gate(x)) * mlp(x)` in fp32, or `mlp(x)` without a gate."""
-        y = self.mlp(x, backend)
+        y = self.mlp(x, backend, adapted)
         return y if self.gate is None else sigmoid(self.gate(x).float()) * y
 
 
@@ -193,8 +193,34 @@ class GroupedRouter:
 
 
 @dataclass(slots=True, frozen=True)
+class ExpertAdapters:
+    """What adapters add to the layers of each expert, in groups: adapter after adapter."""
+
+    gate_up: Adaptation | None
+    down: Adaptation | None
+    groups: Tensor  # [num_adapters * num_experts] int64: 0, 1, 2, …
+
+    def rows_of(
+        self, chosen: Tensor, order: Tensor, adapted: AdaptedRows, num_experts: int
+    ) -> AdaptedRows:
+        """Return the rows of experts that adapters change, in the order of the groups.
+
+        `chosen` `[num_rows, top_k]` has each row's experts, and `order` the place of each of these
+        pairs among the rows of experts. Nothing here waits for the device.
+        """
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order), device=order.device)
+        of_rows = torch.arange(len(adapted.order), device=order.device)
+        adapters = torch.searchsorted(adapted.ends, of_rows, right=True)
+        groups = adapters[:, None] * num_experts + chosen[adapted.order]
+        numbers, by_group = groups.flatten().sort(stable=True)
+        ends = torch.searchsorted(numbers, self.groups, right=True, out_int32=True)
+        return AdaptedRows(places.view_as(chosen)[adapted.order].flatten()[by_group], ends)
+
+
+@dataclass(slots=True, frozen=True)
 class ExpertMlp:
-    """A router and the experts that it chooses from, which no adapter changes."""
+    """A router, which no adapter changes, and the experts that it chooses from."""
 
     router: Router
     numbers: Tensor  # [num_experts] int64: 0, 1, 2, …
@@ -204,17 +230,27 @@ class ExpertMlp:
     gate: Gate | None = SILU
     scales_inputs: bool = False  # weights multiply what experts take, not what they give
     latent: tuple[Linear, Linear] | None = None  # before the experts, and after them
+    adapters: ExpertAdapters | None = None
 
     def __call__(self, x: Tensor, backend: Backend, adapted: AdaptedRows | None = None) -> Tensor:
         weights, chosen = self.router(x)
         if self.latent is None:
-            total = self.of(x, weights, chosen, backend)
+            total = self.of(x, weights, chosen, backend, adapted)
         else:
             inner, outer = self.latent
-            total = outer(self.of(inner(x), weights, chosen, backend))
-        return total if self.shared is None else (total + self.shared(x, backend)).to(x.dtype)
+            total = outer(self.of(inner(x), weights, chosen, backend, adapted))
+        if self.shared is None:
+            return total
+        return (total + self.shared(x, backend, adapted)).to(x.dtype)
 
-    def of(self, x: Tensor, weights: Tensor, chosen: Tensor, backend: Backend) -> Tensor:
+    def of(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        chosen: Tensor,
+        backend: Backend,
+        adapted: AdaptedRows | None = None,
+    ) -> Tensor:
         """Return the weighted sum of chosen experts, `weights` and numbers `[num_rows, top_k]`."""
         numbers, order = chosen.flatten().sort(stable=True)
         ends = torch.searchsorted(numbers, self.numbers, right=True, out_int32=True)
@@ -222,7 +258,13 @@ class ExpertMlp:
         if self.scales_inputs:
             rows = rows * weights.to(x.dtype).flatten()[order, None]
             weights = torch.ones_like(weights)
-        rows = self.down(activated(self.gate_up(rows, ends), self.gate, backend), ends)
+        if adapted is None or self.adapters is None:
+            rows = self.down(activated(self.gate_up(rows, ends), self.gate, backend), ends)
+        else:
+            changed = self.adapters.rows_of(chosen, order, adapted, len(self.numbers))
+            y = _adapt(self.adapters.gate_up, self.gate_up(rows, ends), rows, changed)
+            rows = activated(y, self.gate, backend)
+            rows = _adapt(self.adapters.down, self.down(rows, ends), rows, changed)
         by_token = torch.empty_like(rows).index_copy_(0, order, rows)
         return backend.add_experts(by_token.view(*chosen.shape, -1), weights)
 
@@ -234,3 +276,7 @@ class ExpertMlp:
         if self.shared is not None:
             yield from () if self.shared.gate is None else (self.shared.gate,)
             yield from self.shared.mlp.linears()
+
+
+def _adapt(adapt: Adaptation | None, y: Tensor, x: Tensor, rows: AdaptedRows) -> Tensor:
+    return y if adapt is None else adapt(y, x, rows)

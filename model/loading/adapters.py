@@ -140,12 +140,16 @@ class LoraLoader:
         """Return whether an adapter changes one of these layers, or may at run time."""
         if self.space.num_slots:
             return all(name.rpartition(".")[2] in MODULES for name in site.names)
-        return any(reader.changes(site) for reader in self._readers)
+        return self.changes(site)
 
     def add(self, site: LoraSite, lora: Lora, maker: LayerMaker | None) -> None:
         """Note a layer. `maker` made it on a CPU; without it, a GPU holds all slots."""
         self.sites.append((site, lora))
         self._maker = maker
+
+    def changes(self, site: LoraSite) -> bool:
+        """Return whether an adapter of the settings changes one of these layers."""
+        return any(reader.changes(site) for reader in self._readers)
 
     def shrinks(self, site: LoraSite) -> Iterator[Tensor]:
         """Yield the first matrix of each adapter, then the same zeros for each free slot."""
@@ -158,12 +162,31 @@ class LoraLoader:
             yield reader.expand(site).to(self._device, self._dtype)
         yield from self._free(site.num_outputs, width_of(site, self._rank))
 
+    def of_experts(self, sites: Sequence[LoraSite]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield both matrices for each expert in `sites`, adapter after adapter.
+
+        Adapters of run time change no experts, and have zeros here.
+        """
+        for reader in self._readers:
+            for site in sites:
+                pair = reader.shrink(site), reader.expand(site)
+                yield pair[0].to(self._device, self._dtype), pair[1].to(self._device, self._dtype)
+        width, (site, *_) = width_of(sites[0], self._rank), sites
+        shapes = (width, site.num_inputs), (site.num_outputs, width)
+        for _ in range(len(sites)):
+            yield from zip(*(self._free(*shape) for shape in shapes), strict=True)
+
     def prepare(self, lora: str, adapter: Adapter, slot: int) -> PreparedAdapter:
         """Read an adapter for a slot, while steps run. Raises `ConfigError` if its rank is high."""
         if adapter.rank > self._rank:
             raise ConfigError(
                 f"the adapter has rank {adapter.rank}, more than model.max_lora_rank, which is "
                 f"{self.space.max_rank}"
+            )
+        known = {name for site, _ in self.sites for name in site.names}
+        if odd := sorted(adapter.layers.keys() - known):
+            raise ConfigError(
+                f"the adapter changes {odd[0]}, which only adapters of model.lora_modules can"
             )
         reader, number = AdapterReader(adapter, self._rank), len(self.adapters) + slot
         sites = [

@@ -43,8 +43,10 @@ from baton.model.layers.layer_parts import (
     ValueNorms,
 )
 from baton.model.layers.linear import Linear
+from baton.model.layers.lora import Lora
 from baton.model.layers.mlp import (
     DenseMlp,
+    ExpertAdapters,
     ExpertMlp,
     GroupedRouter,
     Mlp,
@@ -54,7 +56,7 @@ from baton.model.layers.mlp import (
     SoftmaxRouter,
 )
 from baton.model.layers.rotary import head_order
-from baton.model.loading.adapters import LoraLoader
+from baton.model.loading.adapters import LoraLoader, LoraSite
 from baton.model.loading.layer_weights import (
     NUM_LINEAR_KINDS,
     AnyWeight,
@@ -168,9 +170,7 @@ class _Loader:
             embedding, tuple(layers), norm, head, is_split, config.rms_norm_eps, self.ranks,
             RowThreads() if is_alone_on_cpu else at_once,
             lora_modules=tuple(adapter.name for adapter in self.weights.loras.adapters),
-            of_adapters=tuple(
-                linear for _, lora in self.weights.loras.sites for linear in lora.linears()
-            ),
+            of_adapters=tuple(linear for lora in self._loras() for linear in lora.linears()),
             num_lora_slots=self.weights.loras.space.num_slots,
             embedding_scale=scale,
             logit_cap=config.layers.logit_cap,
@@ -179,6 +179,9 @@ class _Loader:
             logit_divisor=config.layers.logit_divisor,
             inputs=self._inputs(),
         )  # fmt: skip
+
+    def _loras(self) -> list[Lora]:
+        return [*(lora for _, lora in self.weights.loras.sites), *self.weights.expert_loras]
 
     def _layer(self, number: int, tensors: LayerTensors) -> DecoderLayer:
         config, joins_norms = self.config, self.config.joins_qk_norm
@@ -389,6 +392,7 @@ class _Loader:
             shared=self._shared(tensors),
             latent=self._latent_pair(tensors),
             gate=self.config.layers.gate,
+            adapters=self._expert_adapters(tensors),
         )
 
     def _latent_pair(self, tensors: ExpertTensors) -> tuple[Linear, Linear] | None:
@@ -396,6 +400,23 @@ class _Loader:
             return None
         inner, outer = tensors.latent
         return self.linear(self._whole(inner)), self.linear(self._whole(outer))
+
+    def _expert_adapters(self, tensors: ExpertTensors) -> ExpertAdapters | None:
+        width, hidden = tensors.width, tensors.hidden
+        own, every = share(width, self.ranks.rank, self.ranks.size), slice(0, hidden)
+        experts = [tensors.expert(number) for number in range(tensors.num_experts)]
+        gate_ups = [tuple(linear.name for linear in expert.gate_up) for expert in experts]
+        gate_up = self.weights.expert_lora(
+            [LoraSite(names, (own, own), every) for names in gate_ups]
+        )
+        down = self.weights.expert_lora(
+            [LoraSite((expert.down.name,), (every,), own) for expert in experts]
+        )
+        if gate_up is None and down is None:
+            return None
+        loras = self.weights.loras
+        num_groups = (len(loras.adapters) + loras.space.num_slots) * tensors.num_experts
+        return ExpertAdapters(gate_up, down, torch.arange(num_groups, device=self.place.device))
 
     def _router(self, tensors: ExpertTensors) -> Router:
         experts, name = self.config.experts, tensors.router.name

@@ -92,6 +92,7 @@ class LayerWeights:
         self.ranks, self.linears, self.loras = ranks, linears, loras
         self.dtype, self.device = place.dtype, place.device
         self.grouped_product, self.narrow = place.grouped, place.narrow
+        self.expert_loras: list[Lora] = []
 
     def columns(self, linears: Sequence[LinearTensors], order: Tensor | None = None) -> Linear:
         """Return layers that ranks share by outputs as one, whose outputs are in `order`."""
@@ -221,6 +222,15 @@ class LayerWeights:
         elif how.stored == self.checkpoint.dtype_of(weight) == "F8_E4M3" and self.narrow:
             whole = narrow_fp8(read(weight), read(how.scale_of(weight)), how.block)
         return whole and part_of(whole, rows, columns or slice(0, inputs))
+
+    def expert_lora(self, sites: Sequence[LoraSite]) -> Lora | None:
+        """Return what adapters add to one layer of each expert; None if they change none."""
+        if not any(self.loras.changes(site) for site in sites):
+            return None
+        shrinks = self.grouped(shrink for shrink, _ in self.loras.of_experts(sites))
+        expands = self.grouped(expand for _, expand in self.loras.of_experts(sites))
+        self.expert_loras.append(Lora(shrinks, expands))
+        return self.expert_loras[-1]
 
     def _adapted(self, linear: Linear, site: LoraSite) -> Linear:
         """Return a layer with what the adapters add to it, of the same rows and columns."""

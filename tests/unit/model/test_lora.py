@@ -246,3 +246,32 @@ def test_the_form_for_gpus_computes_the_same():
             found.append(scaling * (b @ (a @ x[row]))[own])
         assert torch.allclose(ours[row], torch.cat(found), atol=1e-4)
     assert not ours[[2, 3]].any()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "mixtral"])
+def test_adapters_of_experts_compute_what_their_merged_weights_compute(family):
+    model = foreign_folder(family)
+    names = ("w1", "w2", "w3") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    one = write_adapter(model, ("q_proj", *names), rank=4)
+    two = write_adapter(model, names[1:], rank=3, seed=1)
+    wanted = expected(merged(model, one, 16 / 4)), expected(merged(model, two, 16 / 3))
+    config = compute_config(model, lora_modules=(f"1={one}", f"2={two}"))
+    with loaded(config) as runner:
+        alone = {lora: computed(runner, lora) for lora in ("1", "2", "")}
+        for lora, theirs in zip(("1", "2"), wanted, strict=True):
+            assert (alone[lora] - theirs).abs().max() < 2e-5 * theirs.abs().max()
+        assert (alone["1"] - alone["2"]).abs().max() > 1e-3
+        order = ("2", "", "1", "2")
+        texts = [text_with(lora, 5 * number) for number, lora in enumerate(order)]
+        if runner.decoder.is_batch_invariant:
+            together = logits(runner, *(text.chunk(0, len(TOKENS)) for text in texts))
+            for lora, rows in zip(order, together, strict=True):
+                assert torch.equal(rows, alone[lora])
+
+    def of_rank(member: SharedMemoryRanks) -> torch.Tensor:
+        with loaded(config, member) as runner:
+            return computed(runner, "1")
+
+    with thread_ranks(2) as members:
+        split = on_all(members, of_rank)
+    assert (split - wanted[0]).abs().max() < 2e-5 * wanted[0].abs().max()

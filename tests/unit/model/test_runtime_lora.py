@@ -144,3 +144,22 @@ def test_a_slot_of_the_form_for_gpus_is_written_in_place():
     reader = loader.prepare("mine", adapter, 1).sites[0]
     assert torch.allclose(y[2], reader.expand @ (reader.shrink @ x[2]), atol=1e-5)
     assert y[2].any()
+
+
+def test_experts_are_changed_by_adapters_of_the_settings_alone():
+    model = foreign_folder("qwen3_moe")
+    of_experts, of_attention = write_adapter(model, ("up_proj",)), write_adapter(model, ("q_proj",))
+    with loaded(with_room(model, modules=(f"experts={of_experts}",))) as runner:
+        alone = {lora: computed(runner, lora) for lora in ("", "experts")}
+        with pytest.raises(ConfigError, match=r"experts\.0\.up_proj, which only adapters of"):
+            put(runner, model, of_experts, "more", 0)
+        put(runner, model, of_attention, "mine", 0)
+        texts = [
+            Text(f"{place}", TOKENS, range(5 * place, 5 * place + 5), lora)
+            for place, lora in enumerate(("mine", "experts", ""))
+        ]
+        mine, experts, plain = logits(runner, *(text.chunk(0, len(TOKENS)) for text in texts))
+        assert torch.equal(mine, computed(runner, "mine"))
+        assert torch.equal(experts, alone["experts"])
+        assert torch.equal(plain, alone[""])
+        assert not torch.equal(mine, plain)
