@@ -7,14 +7,14 @@ reads headers alone and never imports torch.
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from baton.model.checkpoint.tensors import decoder_tensors
+from baton.model.checkpoint.tensors import EMBEDDING, HEAD, decoder_tensors
 from baton.model.checkpoint.weight_files import tensors_of, text_name
 from baton.model.config.decoder_config import DecoderConfig
 from baton.model.config.reading import read_json
@@ -28,10 +28,11 @@ MODULES = (
 )  # fmt: skip
 T = TypeVar("T")
 _TENSOR = re.compile(r"base_model\.model\.([\w.]+)\.lora_([AB])\.weight")
+_WHOLE = re.compile(r"base_model\.model\.([\w.]+)\.weight")
 _NAME = re.compile(r"[^\s=,\0]+")
 # Fields that do not change what the tensors mean, whatever they say.
 _HARMLESS = frozenset({
-    "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config",
+    "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config",
     "exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config",
     "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "peft_version",
     "qalora_group_size", "revision", "runtime_config", "task_type",
@@ -53,6 +54,9 @@ class _Config(msgspec.Struct):
     # By the end of a layer's name, or a pattern of it, instead of `r` and `lora_alpha`.
     rank_pattern: dict[str, Annotated[int, Meta(ge=1, le=MAX_RANK)]] | None = None
     alpha_pattern: dict[str, float] | None = None
+    # Modules that the adapter has whole, instead of the model's.
+    modules_to_save: list[str] | None = None
+    ensure_weight_tying: bool = False
 
     def rank_of(self, layer: str) -> int:
         return _by_pattern(self.rank_pattern, layer, self.r)
@@ -74,6 +78,8 @@ class Adapter(NamedTuple):
     folder: Path
     # The layers that it changes, by their names in the model, such as model.layers.0.mlp.up_proj.
     layers: dict[str, AdaptedLayer]
+    # The tensors that it has instead of the model's, by their names there, and in its file.
+    replaced: dict[str, str]
 
     @property
     def rank(self) -> int:
@@ -149,9 +155,11 @@ def read_adapter(name: str, folder: Path, config: DecoderConfig) -> Adapter:
             re.compile(pattern)
         except re.error as error:
             raise ConfigError(f"{where}: {pattern!r} is no pattern of layers: {error}") from None
-    layers = _layers_of(where, folder, given, config)
+    layers, replaced = _tensors_of(where, folder, given, config)
     _check_targets(where, given.target_modules, layers)
-    return Adapter(name, folder, layers)
+    if replaced and given.ensure_weight_tying and config.tie_word_embeddings:
+        raise ConfigError(f"{where}: ensure_weight_tying is not supported with modules_to_save")
+    return Adapter(name, folder, layers, replaced)
 
 
 def _by_pattern(values: dict[str, T] | None, layer: str, default: T) -> T:
@@ -162,15 +170,26 @@ def _by_pattern(values: dict[str, T] | None, layer: str, default: T) -> T:
     return default
 
 
-def _layers_of(
+def _tensors_of(
     where: str, folder: Path, given: _Config, config: DecoderConfig
-) -> dict[str, AdaptedLayer]:
-    """Return `Adapter.layers`. Raises `ConfigError` unless all tensors fit the model."""
+) -> tuple[dict[str, AdaptedLayer], dict[str, str]]:
+    """Return `layers` and `replaced`. Raises `ConfigError` unless all tensors fit the model."""
     if not (folder / WEIGHTS_FILE).is_file():
         raise ConfigError(f"{where} has no {WEIGHTS_FILE}: baton reads weights from safetensors")
     shapes = decoder_tensors(config).shapes()
     parts = {"A": dict[str, str](), "B": dict[str, str]()}
+    replaced = _replaced(where, given.modules_to_save or [], tensors_of(folder / WEIGHTS_FILE))
+    whole = config.vocab_size, config.hidden_size
     for tensor, entry in tensors_of(folder / WEIGHTS_FILE).items():
+        if entry.dtype not in ("F32", "F16", "BF16"):
+            raise ConfigError(f"{where}: {tensor} is {entry.dtype}, which is not supported")
+        if tensor in replaced.values():
+            if entry.shape != whole or config.head != "tokens":
+                raise ConfigError(
+                    f"{where}: {tensor} has the shape {list(entry.shape)}, but the model's is "
+                    f"{list(whole)}"
+                )
+            continue
         match = _TENSOR.fullmatch(tensor)
         own = match[1] if match else ""
         layer = text_name(own)
@@ -185,8 +204,6 @@ def _layers_of(
                 f"{where}: {tensor} has the shape {list(entry.shape)}, but r and the model imply "
                 f"{list(wanted)}"
             )
-        if entry.dtype not in ("F32", "F16", "BF16"):
-            raise ConfigError(f"{where}: {tensor} is {entry.dtype}, which is not supported")
         if layer in parts[match[2]]:
             raise ConfigError(f"{where}: two tensors are for {layer}")
         parts[match[2]][layer] = own
@@ -194,10 +211,31 @@ def _layers_of(
         raise ConfigError(f"{where}: {odd[0][0]} has only one of lora_A and lora_B")
     if not parts["A"]:
         raise ConfigError(f"{where} changes no layer")
-    return {
+    layers = {
         layer: AdaptedLayer(own, given.rank_of(own), given.scaling_of(own))
         for layer, own in parts["A"].items()
     }
+    return layers, replaced
+
+
+def _replaced(where: str, modules: Sequence[str], tensors: Iterable[str]) -> dict[str, str]:
+    """Return `Adapter.replaced`. Raises `ConfigError` for modules other than these two."""
+    replaced: dict[str, str] = {}
+    for tensor in tensors:
+        match = _WHOLE.fullmatch(tensor)
+        name = f"{text_name(match[1])}.weight" if match else ""
+        if name in (EMBEDDING, HEAD):
+            replaced[name] = tensor
+    known = {EMBEDDING: "embed_tokens", HEAD: "lm_head"}
+    found = {known[name] for name in replaced}
+    named = {module.rpartition(".")[2] for module in modules}
+    if odd := sorted(named - set(known.values())):
+        raise ConfigError(f"{where}: modules_to_save names {odd[0]}, which is not supported")
+    if odd := sorted(found ^ named):
+        raise ConfigError(
+            f"{where}: of {odd[0]}, it has only the tensor or the name in modules_to_save"
+        )
+    return replaced
 
 
 def _check_targets(

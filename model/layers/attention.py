@@ -80,6 +80,13 @@ class AdaptedRows:
     order: Tensor  # [num_adapted] int64
     ends: Tensor  # [num_adapters] int32: counts the rows up to the last one of each
 
+    @classmethod
+    def all_of(cls, number: int, num_adapters: int, rows: Tensor) -> "AdaptedRows":
+        """Return `rows`, all of one adapter."""
+        ends = torch.zeros(num_adapters, dtype=torch.int32, device=rows.device)
+        ends[number:] = len(rows)
+        return cls(torch.arange(len(rows), device=rows.device), ends)
+
 
 @dataclass(slots=True, frozen=True)
 class Batch:
@@ -93,9 +100,11 @@ class Batch:
     slots: Tensor  # [num_tokens] int64: block * block_size + offset, -1: not stored
     chunks: tuple[Chunk, ...]
     tables: Tables | None = None
-    # Of all rows, and of those alone of which the step wants the output; None if there are none.
+    # Of all rows, of those alone of which the step wants the output, and of those among them from
+    # which it samples; None if there are none.
     adapted: AdaptedRows | None = None
     adapted_outputs: AdaptedRows | None = None
+    adapted_samples: AdaptedRows | None = None
 
     @property
     def num_tokens(self) -> int:

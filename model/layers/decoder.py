@@ -5,7 +5,7 @@ and values is computed only where a token is sampled. It knows neither blocks no
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from baton.model.layers.layer_parts import (
     QueryScales,
 )
 from baton.model.layers.linear import Linear
+from baton.model.layers.lora import OwnTensors
 from baton.model.layers.mlp import Mlp
 from baton.model.tensor_parallel import Ranks
 
@@ -67,6 +68,7 @@ class Decoder:
     lora_modules: tuple[str, ...] = ()  # the names of the adapters
     of_adapters: tuple[Linear, ...] = ()  # their layers
     num_lora_slots: int = 0  # room for adapters at run time
+    own: OwnTensors = field(default_factory=OwnTensors)  # of adapters
     embedding_scale: float | None = None
     logit_cap: float | None = None  # a logit becomes cap * tanh(logit / cap)
     classifier: Tensor | None = None  # [labels, hidden] in fp32
@@ -89,16 +91,21 @@ class Decoder:
         if self.head is not None:
             yield self.head
         yield from self.of_adapters
+        yield from self.own.heads.values()
 
     def forward(self, batch: Batch, rows: Tensor, backend: Backend) -> Tensor:
         """Store the batch's keys and values; return the logits of `rows`."""
-        return self.logits(self.hidden(batch, rows, backend), backend)
+        return self.logits(self.hidden(batch, rows, backend), backend, batch.adapted_outputs)
 
-    def logits(self, hidden: Tensor, backend: Backend) -> Tensor:
-        """Return `[num_rows, vocab]`."""
+    def logits(
+        self, hidden: Tensor, backend: Backend, adapted: AdaptedRows | None = None
+    ) -> Tensor:
+        """Return `[num_rows, vocab]`. `adapted` are the rows of `hidden` that adapters change."""
         if not len(hidden) or self.head is None:  # a device warms up with tokens in any case
             return hidden.new_zeros(len(hidden), len(self.embedding))
         logits = self.head(hidden)
+        if adapted is not None and self.own.heads:
+            self.own.project(logits, hidden, adapted)
         if self.logit_divisor is not None:
             logits = logits / self.logit_divisor
         if self.logit_cap is not None:
@@ -121,6 +128,8 @@ class Decoder:
         """
         backend.begin(batch)
         embedded = F.embedding(batch.token_ids, self.embedding)
+        if batch.adapted is not None and self.own.embeddings:
+            self.own.embed(embedded, batch.token_ids, batch.adapted)
         if self.embedding_scale is not None:
             embedded = embedded * self.embedding_scale
         inputs = None

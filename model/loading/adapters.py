@@ -1,6 +1,6 @@
 """Read one rank's part of the LoRA adapters of a model, at start and at run time."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -9,7 +9,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from baton.model.checkpoint.lora_files import MODULES, Adapter, tensor_of
-from baton.model.layers.lora import Lora
+from baton.model.checkpoint.tensors import EMBEDDING, HEAD
+from baton.model.layers.linear import Linear
+from baton.model.layers.lora import Lora, OwnTensors
 from baton.model.layers.mlp import GroupedLinear, StackedExperts
 from baton.model.loading.weights import OpenFile, in_order
 from baton.protocol.errors import ConfigError
@@ -53,6 +55,11 @@ class AdapterReader:
         self._rank = rank
         # Typed so because safetensors declares no types.
         self._file: OpenFile = safe_open(adapter.file, framework="pt", device="cpu")
+
+    def replaced(self, name: str, rows: slice = slice(None)) -> Tensor | None:
+        """Return rows of a tensor that the adapter has instead of the model's, if it has."""
+        own = self.adapter.replaced.get(name)
+        return None if own is None else self._file.get_slice(own)[rows]
 
     def changes(self, site: LoraSite) -> bool:
         return any(name in self.adapter.layers for name in site.names)
@@ -109,9 +116,13 @@ class PreparedAdapter(NamedTuple):
     lora: str  # its name in requests
     number: int  # among all adapters
     sites: list[PreparedSite]
+    own: OwnTensors  # of all adapters
+    head: Linear | None
+    embedding: Tensor | None
 
     def put(self) -> None:
         """Let it take effect, between two steps."""
+        self.own.set(self.number, self.head, self.embedding)
         for site in self.sites:
             site.lora.shrink = _put(site.lora.shrink, self.number, site.shrink)
             site.lora.expand = _put(site.lora.expand, self.number, site.expand)
@@ -135,6 +146,18 @@ class LoraLoader:
         self._device, self._dtype = device, dtype
         self._readers = [AdapterReader(adapter, self._rank) for adapter in adapters]
         self._maker: LayerMaker | None = None
+        self.own = OwnTensors()
+        self._head_rows = slice(None)
+        self._make_head: Callable[[Tensor], Linear] | None = None
+
+    def add_heads(self, rows: slice, make: Callable[[Tensor], Linear] | None) -> None:
+        """Make the adapters' own heads, of which this rank has `rows`, and their embeddings.
+
+        `make` raises `ConfigError` for weights that are no numbers; None if no token is made.
+        """
+        self._head_rows, self._make_head = rows, make
+        for number, reader in enumerate(self._readers):
+            self.own.set(number, *self._own_of(reader))
 
     def takes(self, site: LoraSite) -> bool:
         """Return whether an adapter changes one of these layers, or may at run time."""
@@ -197,7 +220,17 @@ class LoraLoader:
             )
             for site, layer in self.sites
         ]
-        return PreparedAdapter(lora, number, sites)
+        return PreparedAdapter(lora, number, sites, self.own, *self._own_of(reader))
+
+    def _own_of(self, reader: AdapterReader) -> tuple[Linear | None, Tensor | None]:
+        weight, head = reader.replaced(HEAD, self._head_rows), None
+        if weight is not None:
+            assert self._make_head is not None, "an adapter with a head is of a model that has one"
+            head = self._make_head(weight.to(self._device, self._dtype))
+        embedding = reader.replaced(EMBEDDING)
+        if embedding is not None:
+            embedding = embedding.to(self._device, self._dtype)
+        return head, embedding
 
     def _free(self, *shape: int) -> Iterator[Tensor]:
         zeros = torch.zeros(shape, device=self._device, dtype=self._dtype)

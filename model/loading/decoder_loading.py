@@ -172,6 +172,7 @@ class _Loader:
             lora_modules=tuple(adapter.name for adapter in self.weights.loras.adapters),
             of_adapters=tuple(linear for lora in self._loras() for linear in lora.linears()),
             num_lora_slots=self.weights.loras.space.num_slots,
+            own=self.weights.loras.own,
             embedding_scale=scale,
             logit_cap=config.layers.logit_cap,
             classifier=self._classifier(),
@@ -489,16 +490,24 @@ class _Loader:
         It is split where the number of ranks divides the vocabulary.
         """
         if self.config.head != "tokens":
+            self.weights.loras.add_heads(slice(None), None)
             return None, False
         vocab, size = self.config.vocab_size, self.ranks.size
         is_split = size > 1 and vocab % size == 0
         rows = share(vocab, self.ranks.rank, size) if is_split else slice(None)
         is_tied = self.config.tie_word_embeddings
         weight = embedding[rows] if is_tied else self.read(HEAD, rows=rows)
-        self._check_logits(weight, norm)
+        name = EMBEDDING if is_tied else HEAD
+        self._check_logits(weight, norm, f"{self.folder}: {name} or model.norm.weight")
+
+        def own_head(weight: Tensor) -> Linear:
+            self._check_logits(weight, norm, "the adapter's lm_head")
+            return self.linear(weight, is_head=True)
+
+        self.weights.loras.add_heads(rows, own_head)
         return self.linear(weight, is_head=True), is_split
 
-    def _check_logits(self, weight: Tensor, norm: Tensor) -> None:
+    def _check_logits(self, weight: Tensor, norm: Tensor, where: str) -> None:
         """Raise `ConfigError` unless a finite hidden state is known to give finite logits.
 
         Then steps need not look at logits: a logit has `hidden` products, and a normed state has no
@@ -507,10 +516,9 @@ class _Loader:
         ends = map(torch.aminmax, (weight, norm))
         largest = math.prod(max(-float(low), float(high)) for low, high in ends)
         if not largest * self.config.hidden_size**1.5 < torch.finfo(self.place.dtype).max / 2:
-            name = EMBEDDING if self.config.tie_word_embeddings else HEAD
             raise ConfigError(
-                f"{self.folder}: {name} or model.norm.weight holds NaN, infinity or "
-                "numbers so large that logits would overflow: fetch the files again"
+                f"{where} holds NaN, infinity or numbers so large that logits would overflow: "
+                "fetch the files again"
             )
 
     def _head_norms(

@@ -111,8 +111,9 @@ class StepInputs:
     # Rows whose next token's log probability is wanted, and these tokens.
     targets: tuple[ArraySpan, ArraySpan] | None = None
     pooled: ArraySpan | None = None  # rows that are wanted themselves
-    # Of the adapted tokens, and of those among `rows`, before `targets` and `pooled`.
-    adapted: tuple[AdaptedPlaces, AdaptedPlaces] = (None, None)
+    # Of the adapted tokens, of those among `rows`, before `targets` and `pooled`, and of those
+    # among `rows` alone.
+    adapted: tuple[AdaptedPlaces, AdaptedPlaces, AdaptedPlaces] = (None, None, None)
     words: Tensor = NO_WORDS  # until all arrays are known
 
     def adapted_rows(self) -> Iterator[AdaptedRows | None]:
@@ -299,6 +300,10 @@ class Packer:
         self._adapters = {one: of for one, of in self._adapters.items() if of != number}
         self._adapters[name] = number
 
+    def all_of(self, name: str, rows: Tensor) -> AdaptedRows:
+        """Return rows of one adapter."""
+        return AdaptedRows.all_of(self._adapters[name], self._num_adapters, rows)
+
     def idle(self, bucket: Bucket) -> PackedStep:
         """Return a step of padding alone, with which a bucket is captured."""
         return self._padded(StepPlan(0, ()), _Lists(), [], bucket)
@@ -460,7 +465,12 @@ class Packer:
         if lists.adapters:
             wanted = (*lists.rows, *lists.before, *lists.pooled)
             outputs = [lists.adapters[row] for row in wanted]
-            inputs.adapted = self._adapted(into, lists.adapters), self._adapted(into, outputs)
+            sampled = outputs[: len(lists.rows)]
+            inputs.adapted = (
+                self._adapted(into, lists.adapters),
+                self._adapted(into, outputs),
+                self._adapted(into, sampled),
+            )
         if lists.masks:
             masks = into.put(list(lists.masks.values()), torch.int32)
             inputs.masks = into.put(list(lists.masks)), masks

@@ -9,13 +9,14 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, islice
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from baton.model.layers.attention import Backend, Batch
+from baton.model.layers.attention import AdaptedRows, Backend, Batch
 from baton.model.layers.linear import Linear
 from baton.model.loading.adapters import LoraLoader, PreparedAdapter
 from baton.model.runner.device_state import RING_TOKENS, DeviceTables
@@ -75,8 +76,10 @@ class StepDecoder(Protocol):
         """Store the batch's keys and values; return what `logits` takes of `rows`."""
         ...
 
-    def logits(self, hidden: Tensor, backend: Backend, /) -> Tensor:
-        """Return `[num_rows, vocab]`."""
+    def logits(
+        self, hidden: Tensor, backend: Backend, adapted: AdaptedRows | None = None, /
+    ) -> Tensor:
+        """Return `[num_rows, vocab]`. `adapted` are the rows of `hidden` that adapters change."""
         ...
 
     def classify(self, hidden: Tensor, /) -> Tensor:
@@ -223,7 +226,7 @@ class Runner:
         batch = self._batch(step, inputs)
         if inputs.targets is None and inputs.pooled is None:  # nearly every step
             hidden = self.decoder.hidden(batch, sampled, self.backend)
-            return self._sample(step, inputs, hidden, batch.token_ids)
+            return self._sample(step, inputs, hidden, batch)
         before = pooled = sampled[:0]
         if inputs.targets is not None:
             before = inputs.targets[0].of(inputs.words)
@@ -233,7 +236,7 @@ class Runner:
         are_many = inputs.targets is not None or len(pooled) > len(step.plan.slices)
         hidden = self.decoder.hidden(batch, rows, self.backend, are_many=are_many)
         parts = torch.split(hidden, [len(sampled), len(before), len(pooled)])
-        ids = self._sample(step, inputs, parts[0], batch.token_ids)
+        ids = self._sample(step, inputs, parts[0], batch)
         scored = self._scored(step, inputs, parts[1])
         made = self._pooled(step, parts[2])
         return torch.cat([ids, *scored, *made])
@@ -246,7 +249,7 @@ class Runner:
         lengths, next_ids = [len(part.targets) for part in parts], inputs.targets[1]
         pieces = torch.split(hidden, lengths), torch.split(next_ids.of(inputs.words), lengths)
         return [
-            packed_prompt(self._logits, own, tokens, part.num_top).view(-1)
+            packed_prompt(partial(self._logits_of, part.lora), own, tokens, part.num_top).view(-1)
             for part, own, tokens in zip(parts, *pieces, strict=True)
         ]
 
@@ -262,18 +265,18 @@ class Runner:
             for (how, _), rows in zip(pooled, pieces, strict=True)
         ]
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        return self.decoder.logits(hidden, self.backend)
+    def _logits_of(self, lora: str, hidden: Tensor) -> Tensor:
+        """Return the logits of rows that have one adapter, or none."""
+        adapted = self._packer.all_of(lora, hidden) if lora else None
+        return self.decoder.logits(hidden, self.backend, adapted)
 
-    def _sample(
-        self, step: PackedStep, inputs: StepInputs, hidden: Tensor, token_ids: Tensor
-    ) -> Tensor:
+    def _sample(self, step: PackedStep, inputs: StepInputs, hidden: Tensor, batch: Batch) -> Tensor:
         """Return the sampled ids, and behind them log probabilities of those that want them.
 
         An id is `NO_TOKEN` where the hidden state has NaN or infinity, as the logits have then.
         """
         is_broken = ~hidden.isfinite().all(dim=1)
-        logits = self._logits(hidden)
+        logits = self.decoder.logits(hidden, self.backend, batch.adapted_samples)
         if inputs.repeats is not None:
             repeats = inputs.repeats.of(inputs.words)
             logits, is_broken = logits[repeats], is_broken[repeats]
@@ -282,7 +285,7 @@ class Runner:
             return places
         # Copies, because sampling may change them.
         raw = [torch.stack([logits[one] for one in samples]) for samples in step.scored.values()]
-        ids = self.sampler.sample(logits, inputs.sampled(token_ids))
+        ids = self.sampler.sample(logits, inputs.sampled(batch.token_ids))
         self._ring[places] = ids  # valid ids, which a step that is launched already may take
         shown = ids.masked_fill(is_broken, NO_TOKEN)
         if not raw:

@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_log
 
 from baton.model.batch_invariance.host_linears import MAX_HEAD_ROWS, HostLinears
 from baton.model.config.transformers_config import TransformersConfig, version
-from baton.model.layers.attention import Backend, Batch, Chunk, Scoring
+from baton.model.layers.attention import AdaptedRows, Backend, Batch, Chunk, Scoring
 from baton.model.layers.linear import Linear
 from baton.model.layers.mlp import sigmoid
 from baton.model.loading.layer_weights import LinearMaker
@@ -189,7 +189,7 @@ class TransformersDecoder:
         """Store the batch's keys and values; return the logits of `rows`."""
         return self.logits(self.hidden(batch, rows, backend), backend)
 
-    def logits(self, hidden: Tensor, _: Backend, /) -> Tensor:
+    def logits(self, hidden: Tensor, _: Backend, _adapted: AdaptedRows | None = None, /) -> Tensor:
         """Return `[num_rows, vocab]`.
 
         Models scale or cap their logits after the head, so their own code computes them, from a

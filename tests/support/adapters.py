@@ -18,11 +18,13 @@ def write_adapter(
     rank: int = 8,
     seed: int = 0,
     ranks: dict[str, int] | None = None,
+    whole: tuple[str, ...] = (),
     **fields: object,
 ) -> Path:
     """Write an adapter that changes what the model says; `fields` go into its configuration.
 
-    `ranks` are those of some layers, by the ends of their names.
+    `ranks` are those of some layers, by the ends of their names; of the modules `whole`, it has
+    others instead.
     """
     folder, generator = scratch_folder("adapter"), torch.Generator().manual_seed(seed)
     tensors = {}
@@ -35,6 +37,11 @@ def write_adapter(
             a = torch.randn(own, inputs, generator=generator) * inputs**-0.5
             b = torch.randn(outputs, own, generator=generator) * 0.1
             tensors |= {f"{begin}A.weight": a, f"{begin}B.weight": b}
+        if layer.rpartition(".")[2] in whole:
+            noise = torch.randn(weight.shape, generator=generator) * weight.std()
+            tensors[f"base_model.model.{name}"] = (weight + noise).contiguous()
+    if whole:
+        fields["modules_to_save"] = list(whole)
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {"peft_type": "lora", "r": rank, "lora_alpha": 16, "target_modules": list(targets)}
     (folder / "adapter_config.json").write_text(json.dumps(config | fields))
@@ -53,6 +60,8 @@ def merged(
     weights = load_file(model / "model.safetensors")
     tensors = load_file(adapter / "adapter_model.safetensors")
     for name, a in tensors.items():
+        if (layer := name.removeprefix("base_model.model.")) in weights:
+            weights[layer] = a
         if name.endswith("lora_A.weight"):
             layer = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
             b = tensors[name.replace("lora_A", "lora_B")]

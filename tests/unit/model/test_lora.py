@@ -1,8 +1,10 @@
 """LoRA adapters compute what merged weights compute, whatever runs beside them, or are refused."""
 
 import json
+import struct
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,6 +20,7 @@ from baton.model.loading.adapters import LoraLoader, LoraSite
 from baton.model.runner.rank import plan_rank
 from baton.model.runner.runner import Runner
 from baton.model.tensor_parallel import SharedMemoryRanks
+from baton.node.scheduling.plan import StepPlan
 from baton.protocol.errors import ConfigError
 from tests.support.adapters import ALL, merged, write_adapter
 from tests.support.checkpoints import model_folder
@@ -136,7 +139,8 @@ def test_nodes_with_other_adapters_have_another_fingerprint():
     [
         ({"peft_type": "loha"}, "peft_type loha"),
         ({"use_dora": True}, "use_dora is not supported"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"modules_to_save": ["lm_head"]}, "of lm_head, it has only the tensor or the name"),
+        ({"modules_to_save": ["score"]}, "modules_to_save names score"),
         ({"bias": "lora_only"}, "bias 'lora_only'"),
         ({"rank_pattern": {"q_proj": 4}}, r"q_proj.lora_A.weight has the shape \[8, \d+\]"),
         ({"alpha_pattern": {"q_(": 4}}, "is no pattern of layers"),
@@ -275,3 +279,55 @@ def test_adapters_of_experts_compute_what_their_merged_weights_compute(family):
     with thread_ranks(2) as members:
         split = on_all(members, of_rank)
     assert (split - wanted[0]).abs().max() < 2e-5 * wanted[0].abs().max()
+
+
+@pytest.mark.parametrize("whole", [("lm_head",), ("embed_tokens",), ("lm_head", "embed_tokens")])
+def test_an_adapter_may_have_a_head_and_an_embedding_of_its_own(whole):
+    model = model_folder(MODEL, num_layers=2)
+    one, two = write_adapter(model, rank=4, whole=whole), write_adapter(model, rank=4, seed=1)
+    theirs = expected(merged(model, one, 16 / 4))
+    config = compute_config(model, lora_modules=(f"2={two}", f"1={one}"))
+    with loaded(config) as runner:
+        alone = {lora: computed(runner, lora) for lora in ("1", "2", "")}
+        assert (alone["1"] - theirs).abs().max() < 2e-5 * theirs.abs().max()
+        order = ("1", "", "2", "1")
+        texts = [text_with(lora, 5 * number) for number, lora in enumerate(order)]
+        together = logits(runner, *(text.chunk(0, len(TOKENS)) for text in texts))
+        if runner.decoder.is_batch_invariant:
+            for lora, rows in zip(order, together, strict=True):
+                assert torch.equal(rows, alone[lora])
+        # A step that samples, and scores its prompt, takes the same head.
+        part = texts[0].chunk(0, len(TOKENS), sample=True)
+        others = [text.chunk(len(TOKENS) - 1, len(TOKENS), sample=True) for text in texts[1:]]
+        part = msgspec.structs.replace(part, targets=tuple(TOKENS[1:]), num_top=1)
+        result = runner.execute(StepPlan(0, (*others, part)))
+        best = [int(alone[lora][-1].argmax()) for lora in (*order[1:], "1")]
+        assert [token for (token,) in result.tokens] == best
+        ((_, scores),) = result.prompt_logprobs
+        tops = [top for _, _, top, _ in struct.iter_unpack("<ifif", scores)]
+        assert tops == alone["1"][:-1].argmax(dim=1).tolist()
+
+    def of_rank(member: SharedMemoryRanks) -> torch.Tensor:
+        with loaded(config, member) as runner:
+            return computed(runner, "1")
+
+    with thread_ranks(2) as members:
+        split = on_all(members, of_rank)
+    assert (split - theirs).abs().max() < 2e-5 * theirs.abs().max()
+
+
+def test_a_head_of_another_shape_or_without_numbers_is_refused():
+    model, other = (
+        model_folder(MODEL, num_layers=2),
+        model_folder(MODEL, num_layers=2, vocab_size=512),
+    )
+    adapter = write_adapter(model, whole=("lm_head",))
+    with pytest.raises(ConfigError, match=r"lm_head.weight has the shape .* but the model's"):
+        read_adapters((f"mine={adapter}",), read_decoder_config(other))
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    tensors["base_model.model.lm_head.weight"][5, 3] = torch.nan
+    save_file(tensors, file)
+    broken = loaded(compute_config(model, lora_modules=(f"mine={adapter}",)))
+    with pytest.raises(ConfigError, match="the adapter's lm_head holds NaN"), broken:
+        pass

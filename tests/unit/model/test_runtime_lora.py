@@ -163,3 +163,17 @@ def test_experts_are_changed_by_adapters_of_the_settings_alone():
         assert torch.equal(experts, alone["experts"])
         assert torch.equal(plain, alone[""])
         assert not torch.equal(mine, plain)
+
+
+def test_a_head_of_its_own_comes_and_goes_with_an_adapter():
+    model = model_folder("qwen2", num_layers=2)
+    one = write_adapter(model, rank=4, whole=("lm_head", "embed_tokens"))
+    two = write_adapter(model, rank=4)
+    with loaded(with_room(model)) as runner:
+        put(runner, model, two, "two", 1)
+        before = computed(runner, "two")
+        put(runner, model, one, "one", 0)
+        theirs = expected(merged(model, one, 16 / 4))
+        assert (computed(runner, "one") - theirs).abs().max() < 2e-5 * theirs.abs().max()
+        put(runner, model, two, "two again", 0)
+        assert torch.equal(computed(runner, "two again"), before)
