@@ -408,7 +408,7 @@ class _Loader:
         experts = [tensors.expert(number) for number in range(tensors.num_experts)]
         gate_ups = [tuple(linear.name for linear in expert.gate_up) for expert in experts]
         gate_up = self.weights.expert_lora(
-            [LoraSite(names, (own, own), every) for names in gate_ups]
+            [LoraSite(names, (own,) * len(names), every) for names in gate_ups]
         )
         down = self.weights.expert_lora(
             [LoraSite((expert.down.name,), (every,), own) for expert in experts]
