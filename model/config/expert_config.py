@@ -21,6 +21,7 @@ class GroupedRouting(msgspec.Struct, frozen=True):
     n_group: int
     topk_group: int
     routed_scaling_factor: float  # of the weights of all experts
+    least_sum: float = 1e-20  # added to the sum by which weights are divided
 
 
 class ExpertsConfig(msgspec.Struct, frozen=True):
@@ -55,6 +56,9 @@ class RawExperts(msgspec.Struct):
     norm_topk_prob: bool = False
     mlp_only_layers: tuple[int, ...] | None = None
     decoder_sparse_step: _Positive = 1
+    num_dense_layers: Annotated[int, Meta(ge=0)] = 0  # of LFM2, as the next two fields
+    use_expert_bias: bool = True
+    routed_scaling_factor: float = 1.0
     scoring_func: str | None = None
     shared_intermediate_size: int = 0
 
@@ -84,7 +88,11 @@ def _plain_experts(file: Path, names: Experts, raw: RawExperts) -> ExpertsConfig
         raise ConfigError(
             f"{file}: num_experts_per_tok must be at most the {num_experts} experts, not {per_tok}"
         )
-    routing = GroupedRouting(True, 1, 1, 1.0) if names.routing == "sigmoid" else None
+    routing = None
+    if names.routing == "sigmoid":
+        routing = GroupedRouting(True, 1, 1, raw.routed_scaling_factor, names.least_sum)
+    if not raw.use_expert_bias:
+        raise ConfigError(f"{file}: use_expert_bias is false, which is not supported")
     if routing is not None and (
         raw.scoring_func not in (None, "sigmoid") or raw.shared_intermediate_size
     ):
@@ -115,7 +123,9 @@ def _plain_experts(file: Path, names: Experts, raw: RawExperts) -> ExpertsConfig
     dense = (
         layer
         for layer in range(raw.num_hidden_layers)
-        if layer in (raw.mlp_only_layers or ()) or (layer + 1) % raw.decoder_sparse_step
+        if layer in (raw.mlp_only_layers or ())
+        or (layer + 1) % raw.decoder_sparse_step
+        or layer < raw.num_dense_layers
     )
     assert raw.moe_intermediate_size is not None, "the family's row has a default"
     shared = raw.shared_expert_intermediate_size if names.shared else None
@@ -127,6 +137,7 @@ def _plain_experts(file: Path, names: Experts, raw: RawExperts) -> ExpertsConfig
         norm_topk_prob=raw.norm_topk_prob,
         mlp_only_layers=tuple(dense),
         shared_expert_intermediate_size=shared or 0,
+        routing=routing,
     )
 
 

@@ -57,6 +57,7 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True):
     # All experts of a layer are in one tensor, [inputs, outputs] each, with gates and ups
     # interleaved, and they and the router have biases.
     is_interleaved: bool = False
+    least_sum: float = 1e-20  # added to the sum by which the weights of sigmoids are divided
     # Experts are in every layer, as wide as `intermediate_size`, and their weights sum to 1.
     fills_layers: bool = False
     skips_first_layer: bool = False  # if config.json does not say which layers have experts
@@ -555,6 +556,42 @@ FAMILIES = (
         norm_eps="norm_eps",
         mlp=MlpNames("feed_forward", ("w1", "w3"), "w2"),
         state=StateLayers(kind="conv", block="conv", layer_types=("conv",)),
+    ),
+    Family(
+        title="LFM2-MoE",
+        architecture="Lfm2MoeForCausalLM",
+        model_type="lfm2_moe",
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 128000,
+            "norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "rope_theta": 1e6,
+            "conv_L_cache": 3,
+            "num_dense_layers": 2,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1792,
+            "norm_topk_prob": True,
+        },
+        renamed={"tie_embedding": "tie_word_embeddings"},
+        refused=("conv_bias",),
+        qk_norm=ALWAYS,
+        names=LayerNames(
+            "operator_norm", "ffn_norm", "q_layernorm", "k_layernorm", "out_proj", "embedding_norm"
+        ),
+        norm_eps="norm_eps",
+        mlp=MlpNames("feed_forward", ("w1", "w3"), "w2"),
+        state=StateLayers(kind="conv", block="conv", layer_types=("conv",)),
+        experts=Experts(
+            routing="sigmoid",
+            block="feed_forward",
+            gate="w1",
+            up="w3",
+            down="w2",
+            router_bias="expert_bias",
+            least_sum=1e-6,
+        ),
     ),
     Family(
         title="Qwen2-VL, Qwen2.5-VL",

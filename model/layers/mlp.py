@@ -188,7 +188,7 @@ class GroupedRouter:
         chosen = chosen[:, : self.num_experts_per_tok]
         weights = scores.gather(1, chosen)
         if self.norm_topk_prob:
-            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + self.how.least_sum)
         return weights * self.how.routed_scaling_factor, chosen
 
 

@@ -23,6 +23,7 @@ STATE_BLOCKS = {
     "granitemoehybrid": 27,
     "lfm2": 1,
     "nemotron_h": 18,
+    "lfm2_moe": 1,
 }
 BLOCK_BYTES = 4096
 
@@ -47,6 +48,8 @@ async def all_at_once(llm: AsyncLLM) -> list[RequestOutput]:
         ("qwen3_5_moe", 1, 1),
         ("granitemoehybrid", 1, 2),
         ("lfm2", 2, 1),
+        ("lfm2_moe", 1, 2),
+        ("lfm2_moe", 2, 1),
         ("nemotron_h", 1, 2),
         ("nemotron_h", 2, 1),
     ],

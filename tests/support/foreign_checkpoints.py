@@ -87,6 +87,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"],
         "block_multiple_of": 32,
     },
+    "lfm2_moe": {
+        **MoE, "num_hidden_layers": 4, "num_dense_layers": 1,
+        "layer_types": ["conv", "full_attention", "conv", "conv"],
+    },
     "nemotron_h": {
         "layers_block_type": [
             "linear_attention", "moe", "full_attention", "linear_attention", "mlp",
@@ -287,7 +291,7 @@ def _written(kind: str, config: Any, **saving: bool) -> Path:
             else:
                 weight.add_(0.1 * torch.randn(weight.shape, generator=generator))
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
             if name.endswith("layer_scalar"):
                 buffer.copy_(0.6 + 0.8 * torch.rand(buffer.shape, generator=generator))

@@ -47,7 +47,7 @@ STATES: dict[str, tuple[str, dict[str, Any]]] = {
         kind: (kind, {})
         for kind in (
             "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe",
-            "granitemoehybrid",
+            "granitemoehybrid", "lfm2_moe",
         )
     },
     "lfm2": ("lfm2", {}),
@@ -69,6 +69,9 @@ STATES: dict[str, tuple[str, dict[str, Any]]] = {
             "use_conv_bias": False, "n_groups": 1,
             "layers_block_type": ("linear_attention", "mlp", "full_attention", "mlp"),
         },
+    ),
+    "lfm2 with experts": (
+        "lfm2_moe", {"norm_topk_prob": False, "routed_scaling_factor": 1.7, "num_dense_layers": 0},
     ),
     "granite 4 with experts": ("granitemoehybrid", {"num_local_experts": 4}),
     "granite 4 that shares keys": ("granitemoehybrid", {"mamba_n_groups": 1}),

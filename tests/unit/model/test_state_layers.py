@@ -35,6 +35,7 @@ from tests.support.thread_ranks import on_all, thread_ranks
 
 STATES = (
     "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid", "lfm2", "nemotron_h",
+    "lfm2_moe",
 )  # fmt: skip
 CLOSE = 2e-4  # transformers' own error is about as large
 
@@ -79,7 +80,7 @@ def test_a_row_has_the_same_bits_whole_in_chunks_and_in_a_crowd(kind, dtype):
 def test_bf16_logits_are_as_near_to_fp32_as_those_of_transformers(kind):
     """Without a choice of experts, because near ties differ in bf16."""
     folder = foreign_folder(kind)
-    if "moe_text" in kind or kind == "qwen3_next":
+    if "moe" in kind.split("_") or kind == "qwen3_next":
         folder = foreign_folder(kind, num_experts_per_tok=8)
     exact = reference(folder)
     allowed = 1.5 * (reference(folder, dtype=torch.bfloat16) - exact).abs().mean()
@@ -219,6 +220,11 @@ def test_nemotron_is_read_by_the_pattern_of_its_first_folders(tmp_path):
     config = read_decoder_config(folder)
     assert config == read_decoder_config(foreign_folder("nemotron_h"))
     assert config.blocks == ((0, 1), (2, None), (3, 4))
+
+
+def test_experts_of_lfm2_without_biases_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="use_expert_bias is false"):
+        read_decoder_config(changed(tmp_path, "lfm2_moe", use_expert_bias=False))
 
 
 def test_lfm2_is_read_by_the_names_of_its_first_folders(tmp_path):
