@@ -158,7 +158,7 @@ def render(given: ClusterArguments) -> int:
         "helm": (helm.addresses_of, helm.render),
         "kubernetes": (helm.addresses_of, kubernetes.render),
         "slurm": (slurm.addresses_of, slurm.render),
-        "systemd": (addresses_by_name, systemd.render),
+        "systemd": (systemd.addresses_of, systemd.render),
     }[given.on]
     has_addresses = given.on in ("helm", "kubernetes")  # each pod has one
     plan = _planned(given.path, addresses_of, shares_hosts=not has_addresses)

@@ -11,7 +11,7 @@ import stat
 import tempfile
 import time
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import IO, Literal, Protocol
 
 import msgspec
 import psutil
@@ -180,6 +180,12 @@ def make_private(folder: Path) -> None:
             f"the folder {folder} is open to other users and will hold secrets: name another, or "
             f"run `chmod 700 {folder}`"
         )
+
+
+def open_private(path: Path, flags: int) -> IO[bytes]:
+    """Open a file for writing, which this user alone can read if it is new."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o600)
+    return open(descriptor, "wb", buffering=0)
 
 
 def write_private(path: Path, content: bytes) -> None:

@@ -7,6 +7,7 @@ messages to a router or a node.
 """
 
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from typing import IO
 import msgspec
 
 from baton.deploy.cluster.processes import ProcessSpec
-from baton.deploy.cluster.state import ProcessState, ProcessStatus, write_private
+from baton.deploy.cluster.state import ProcessState, ProcessStatus, open_private, write_private
 from baton.protocol.config import LogConfig
 from baton.runtime.clock import monotonic
 from baton.runtime.log import logger, relayed, setup
@@ -56,7 +57,8 @@ class HostProcesses:
             logs = Path(self._job.logs)
             logs.mkdir(parents=True, exist_ok=True)
             for spec in self._job.processes:
-                self._files[spec.name] = (logs / f"{spec.name}.log").open("ab", buffering=0)
+                path = logs / f"{spec.name}.log"
+                self._files[spec.name] = open_private(path, os.O_APPEND)
         self._routers.start()
         self._nodes.start()
 

@@ -46,6 +46,7 @@ class CpuLibrary:
         import llvmlite.binding as llvm
 
         self.in_pairs = in_pairs
+        self.not_kept = ""  # why the code could not be put into the cache
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
         self._jit = llvm.create_lljit_compiler()
@@ -110,8 +111,10 @@ def load_library(
             if refusals:
                 raise
             raise KernelsUnavailable(f"numba cannot compile the kernels: {error!r}") from error
-        with contextlib.suppress(OSError, RuntimeError, ValueError):
+        try:
             _write(_folder() / name, json.dumps(arguments).encode() + b"\n" + code)
+        except (OSError, RuntimeError, ValueError) as error:
+            library.not_kept = str(error)
     return library
 
 

@@ -51,12 +51,19 @@ def cpu_library(
         return None
     try:
         is_bf16, fp8_pool = dtype == torch.bfloat16, pool_dtype == torch.uint8
-        return load_library(is_bf16=is_bf16, progress=progress, fp8_pool=fp8_pool)
+        library = load_library(is_bf16=is_bf16, progress=progress, fp8_pool=fp8_pool)
     except KernelsUnavailable as error:
         if wanted == "compiled":
             raise ConfigError(f"engine.kernels: {error}; auto computes with plain torch") from error
         log.warning("computing with plain torch, which is slower", reason=str(error))
         return None
+    if library.not_kept:
+        log.warning(
+            "the compiled kernels cannot be kept, so every start compiles them: let XDG_CACHE_HOME "
+            "name a folder that this user can write to",
+            reason=library.not_kept,
+        )
+    return library
 
 
 @dataclass(slots=True, frozen=True)

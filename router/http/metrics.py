@@ -235,6 +235,8 @@ class HttpMetrics:
     def __init__(self, model_name: str = "", version: str = "", router: str = "") -> None:
         """Label every value with `router`, the name of a router that shares its port."""
         self.num_requests = 0  # requests that have ended
+        self.num_refused = 0  # that clients are asked to repeat
+        self.num_failed = 0  # by another error that is not the client's
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
         self.num_cached_tokens = 0
@@ -264,9 +266,12 @@ class HttpMetrics:
         self._count(ANSWERS, 1, route, str(status))
 
     def failed(self, error: BatonError) -> None:
-        """Count an error of a client, sent as a status or an event, if it asks for a retry."""
+        """Count an error that a client gets, as a status or an event."""
         if error.http_status in RETRY_STATUSES:
+            self.num_refused += 1
             self._count(REFUSALS, 1, str(error.http_status), self._known(error.code))
+        elif error.http_status >= 500:
+            self.num_failed += 1
 
     def ignored(self, names: Iterable[str]) -> None:
         """Count the unknown fields of one request."""

@@ -82,6 +82,8 @@ class StatusDocument(msgspec.Struct, frozen=True):
     num_running: int
     num_queued: int
     num_requests: int  # of ended requests
+    num_refused: int  # with 429, 503 or 504
+    num_failed: int  # with another 5xx status, or an error event instead
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
@@ -137,6 +139,8 @@ class StatusPage:
             num_running=health.num_running,
             num_queued=health.num_queued,
             num_requests=metrics.num_requests,
+            num_refused=metrics.num_refused,
+            num_failed=metrics.num_failed,
             num_prompt_tokens=metrics.num_prompt_tokens,
             num_cached_tokens=metrics.num_cached_tokens,
             num_output_tokens=metrics.num_output_tokens,

@@ -19,7 +19,8 @@ from tests.support.sources import REPOSITORY
 from tests.support.waiting import until
 
 GRAFANA = REPOSITORY / "deploy" / "grafana"
-OF_PROMETHEUS = {"job", "instance"}  # labels that it adds to what it scrapes
+# Labels that it adds to what it scrapes, or its operator does.
+OF_PROMETHEUS = {"job", "instance", "cluster", "namespace"}
 BLOCK = 16
 WAIT_S = 60.0
 PROMPT, NUM_TOKENS = prompt(4 * BLOCK + 1, salt=70), 8

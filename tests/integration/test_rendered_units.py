@@ -23,14 +23,19 @@ def test_systemd_accepts_every_unit(scope, tmp_path):
         },
         "settings": {"model": {"served_model_name": words[0]}, "router": {"api_keys": ["s3cret"]}},
         "systemd": {"scope": scope},
+        "key": "cluster.key",
     }
+    subprocess.run(
+        [sys.executable, "-m", "baton", "keygen", "cluster.key"],
+        cwd=tmp_path, capture_output=True, check=True,
+    )  # fmt: skip
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
     done = subprocess.run(
         [sys.executable, "-m", "baton", "render", "--on", "systemd", "--out", "out"],
         cwd=tmp_path, capture_output=True, text=True, check=True,
     )  # fmt: skip
     files = [tmp_path / line for line in done.stdout.splitlines()]
-    units = [path for path in files if path.suffix != ".env"]
+    units = [path for path in files if path.suffix not in (".env", ".key")]
     assert [path.name for path in units] == [
         "baton-small.target",
         "baton-small-router@.service",
@@ -43,3 +48,7 @@ def test_systemd_accepts_every_unit(scope, tmp_path):
         cwd=units[0].parent, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert (checked.returncode, checked.stderr) == (0, "")
+    (key,) = [path for path in files if path.suffix == ".key"]
+    assert key.read_bytes() == (tmp_path / "cluster.key").read_bytes()
+    assert key.stat().st_mode & 0o077 == 0
+    assert not any(f"{tmp_path}/cluster.key" in unit.read_text() for unit in units)

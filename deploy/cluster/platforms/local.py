@@ -17,7 +17,13 @@ import msgspec
 
 from baton.deploy.cluster.hosts import check_machine, chosen, on_this_machine
 from baton.deploy.cluster.processes import ROUTERS, ClusterPlan, ProcessSpec
-from baton.deploy.cluster.state import ProcessId, ProcessState, ProcessStatus, write_private
+from baton.deploy.cluster.state import (
+    ProcessId,
+    ProcessState,
+    ProcessStatus,
+    open_private,
+    write_private,
+)
 from baton.deploy.cluster.supervision import JOB, RESTARTS, STATUS, HostJob
 from baton.deploy.startup import url_of
 from baton.protocol.errors import ConfigError, NodeError
@@ -116,7 +122,7 @@ def _detached(folder: Path) -> "subprocess.Popen[bytes]":
             env={**env, "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=(folder / SUPERVISOR_LOG).open("wb"),
+            stderr=open_private(folder / SUPERVISOR_LOG, os.O_TRUNC),
             start_new_session=True,
         )
     except OSError as error:

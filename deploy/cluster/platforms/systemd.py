@@ -1,8 +1,8 @@
 """`baton render --on systemd`: a folder for every host, with units and environment files.
 
 One template serves a pool: an instance differs by its environment file alone. Units hold no
-secrets: those are in environment files that only the owner can read. systemd restarts processes
-that fail.
+secrets: those are in environment files that only the owner can read, and in a copy of the key,
+which systemd gives to the processes as a credential. systemd restarts processes that fail.
 """
 
 import re
@@ -10,13 +10,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from baton.deploy.cluster.description import Description
-from baton.deploy.cluster.hosts import with_shared_memory
-from baton.deploy.cluster.processes import ROUTERS, ClusterPlan, ProcessSpec
+from baton.deploy.cluster.hosts import addresses_by_name, with_shared_memory
+from baton.deploy.cluster.processes import ROUTERS, ClusterAddresses, ClusterPlan, ProcessSpec
 from baton.deploy.cluster.state import write_private
 
 # %E is the folder of configurations, %C that of caches: of the system or of the user.
 CONFIGURATION = "%E/baton"
+KEY = "cluster.key"
+KEY_CREDENTIAL = f"%d/{KEY}"  # %d is the folder of a unit's credentials
 SANDBOX = """\
 NoNewPrivileges=yes
 ProtectSystem=strict
@@ -42,6 +46,12 @@ ROUTER_SANDBOX = "PrivateDevices=yes\n"
 _PLAIN = re.compile(r"[\w@+=:,./-]+")
 
 
+def addresses_of(description: Description) -> ClusterAddresses:
+    """Return the hosts of the processes, which find the key among their unit's credentials."""
+    addresses = addresses_by_name(description)
+    return msgspec.structs.replace(addresses, key=KEY_CREDENTIAL if description.key else "")
+
+
 def render(plan: ClusterPlan, folder: Path) -> list[Path]:
     """Write the files of every host into a subfolder with its name."""
     written = []
@@ -51,7 +61,7 @@ def render(plan: ClusterPlan, folder: Path) -> list[Path]:
         for name, text in _files_of(plan, specs).items():
             path = folder / host / name
             write_private(path, text.encode())
-            if path.suffix != ".env":
+            if path.suffix not in (".env", ".key"):
                 path.chmod(0o644)
             written.append(path)
     return written
@@ -81,6 +91,8 @@ def _files_of(plan: ClusterPlan, specs: Sequence[ProcessSpec]) -> dict[str, str]
         others = [spec for spec in specs if spec.pool != pool]
         files[f"baton-{name}-{pool}@.service"] = _template(plan.description, first, others)
     files |= {f"{spec.name}.env": _environment(spec) for spec in specs}
+    if plan.description.key:
+        files[KEY] = Path(plan.description.key).read_text(encoding="utf-8")
     return files
 
 
@@ -107,7 +119,9 @@ def _template(
     after = ["network-online.target"]
     if spec.pool == ROUTERS:
         after += [_unit_of(name, other) for other in others]
-    command = " ".join(_quoted(word) for word in (*program_of(description), *spec.argv[1:]))
+    key = f"keys.file={KEY_CREDENTIAL}"
+    words = (*program_of(description), *spec.argv[1:])
+    command = " ".join(word if word == key else _quoted(word) for word in words)
     lines = [
         "[Unit]",
         f"Description=baton {name} {spec.pool}-%i ({spec.role})",
@@ -120,6 +134,7 @@ def _template(
         "Type=exec",
         f"ExecStart={command}",
         f"EnvironmentFile={CONFIGURATION}/{name}/{spec.pool}-%i.env",
+        *([f"LoadCredential={KEY}:{CONFIGURATION}/{name}/{KEY}"] if description.key else []),
         "Environment=PYTHONUNBUFFERED=1 XDG_CACHE_HOME=%C/baton",
         # Home folders are read-only here, and GPU nodes compile kernels.
         "Environment=TRITON_CACHE_DIR=%C/baton/triton CUDA_CACHE_PATH=%C/baton/cuda",

@@ -82,7 +82,7 @@ def test_a_platform_gets_these_files_and_no_secret_that_others_can_read(platform
         text = path.read_text()
         if "s3cret" in text or key.split()[1] in text:
             assert path.stat().st_mode & 0o077 == 0
-            assert path.suffix in (".env", ".json", "") or path.name == "secrets.yaml"
+            assert path.suffix in (".env", ".key", ".json", "") or path.name == "secrets.yaml"
         for found, shown in ((key, "KEY"), (str(tmp_path), "FOLDER"), (sys.executable, "PYTHON")):
             text = text.replace(found.strip(), shown)
         compare(platform, str(path.relative_to(out)), text)

@@ -98,6 +98,7 @@ async def test_faults_name_what_was_lost_and_refusals_do_not_flood_them(bench, e
     assert [(one.code, one.decode_node, one.count) for one in told.faults] == [
         ("queue_full", None, 3), ("node_lost", "d0", 1), ("node_lost", "d0", 1),
     ]  # fmt: skip
+    assert (told.num_refused, told.num_failed) == (3, 1)
     assert [one.outcome for one in told.requests] == ["finished", "node_lost"]
     assert "node_lost" in [stage.failure for stage in told.requests[0].stages]
 
