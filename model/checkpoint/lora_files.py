@@ -14,6 +14,7 @@ from typing import Annotated, NamedTuple, TypeVar
 import msgspec
 from msgspec import Meta
 
+from baton.model.checkpoint.expert_lora import ExpertPart, check_parameters, expert_layers
 from baton.model.checkpoint.tensors import EMBEDDING, HEAD, decoder_tensors
 from baton.model.checkpoint.weight_files import tensors_of, text_name
 from baton.model.config.decoder_config import DecoderConfig
@@ -34,7 +35,7 @@ _NAME = re.compile(r"[^\s=,\0]+")
 _HARMLESS = frozenset({
     "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config",
     "exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config",
-    "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "peft_version",
+    "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core",
     "qalora_group_size", "revision", "runtime_config", "task_type",
 })  # fmt: skip
 # Ways to begin a training that leave the model's own weights as they are.
@@ -57,6 +58,8 @@ class _Config(msgspec.Struct):
     # Modules that the adapter has whole, instead of the model's.
     modules_to_save: list[str] | None = None
     ensure_weight_tying: bool = False
+    target_parameters: list[str] | None = None
+    peft_version: str | None = None
 
     def rank_of(self, layer: str) -> int:
         return _by_pattern(self.rank_pattern, layer, self.r)
@@ -71,6 +74,7 @@ class AdaptedLayer(NamedTuple):
     name: str  # in the adapter's file
     rank: int
     scaling: float
+    part: ExpertPart | None = None  # of matrices that all experts of a layer share
 
 
 class Adapter(NamedTuple):
@@ -176,11 +180,16 @@ def _tensors_of(
     """Return `layers` and `replaced`. Raises `ConfigError` unless all tensors fit the model."""
     if not (folder / WEIGHTS_FILE).is_file():
         raise ConfigError(f"{where} has no {WEIGHTS_FILE}: baton reads weights from safetensors")
-    shapes = decoder_tensors(config).shapes()
+    tensors = decoder_tensors(config)
+    shapes, stored = tensors.shapes(), tensors_of(folder / WEIGHTS_FILE)
+    version = given.peft_version or ""
+    of_experts = expert_layers(where, stored, tensors, given.r, version)
+    check_parameters(where, given.target_parameters or [], of_experts)
+    read_already = {layer.name for layer in of_experts.values()}
     parts = {"A": dict[str, str](), "B": dict[str, str]()}
-    replaced = _replaced(where, given.modules_to_save or [], tensors_of(folder / WEIGHTS_FILE))
+    replaced = _replaced(where, given.modules_to_save or [], stored)
     whole = config.vocab_size, config.hidden_size
-    for tensor, entry in tensors_of(folder / WEIGHTS_FILE).items():
+    for tensor, entry in stored.items():
         if entry.dtype not in ("F32", "F16", "BF16"):
             raise ConfigError(f"{where}: {tensor} is {entry.dtype}, which is not supported")
         if tensor in replaced.values():
@@ -192,6 +201,8 @@ def _tensors_of(
             continue
         match = _TENSOR.fullmatch(tensor)
         own = match[1] if match else ""
+        if own in read_already:
+            continue
         layer = text_name(own)
         shape = shapes.get(f"{layer}.weight")
         if match is None or shape is None or layer.rpartition(".")[2] not in MODULES:
@@ -209,11 +220,18 @@ def _tensors_of(
         parts[match[2]][layer] = own
     if odd := sorted(parts["A"].items() ^ parts["B"].items()):
         raise ConfigError(f"{where}: {odd[0][0]} has only one of lora_A and lora_B")
-    if not parts["A"]:
+    if not parts["A"] and not of_experts:
         raise ConfigError(f"{where} changes no layer")
     layers = {
         layer: AdaptedLayer(own, given.rank_of(own), given.scaling_of(own))
         for layer, own in parts["A"].items()
+    }
+    if twice := layers.keys() & of_experts.keys():
+        raise ConfigError(f"{where}: two tensors are for {min(twice)}")
+    scaling = given.scaling_of("")
+    layers |= {
+        layer: AdaptedLayer(own.name, given.r, scaling, own.part)
+        for layer, own in of_experts.items()
     }
     return layers, replaced
 

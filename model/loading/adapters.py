@@ -55,6 +55,7 @@ class AdapterReader:
         self._rank = rank
         # Typed so because safetensors declares no types.
         self._file: OpenFile = safe_open(adapter.file, framework="pt", device="cpu")
+        self._shared: dict[str, Tensor] = {}  # the last matrices of all experts of a layer
 
     def replaced(self, name: str, rows: slice = slice(None)) -> Tensor | None:
         """Return rows of a tensor that the adapter has instead of the model's, if it has."""
@@ -89,7 +90,20 @@ class AdapterReader:
     def _read(self, layer: str, letter: str) -> Tensor | None:
         """Return a matrix in the adapter's own dtype; None if the adapter has none here."""
         named = self.adapter.layers.get(layer)
-        return None if named is None else self._file.get_tensor(tensor_of(named.name, letter))
+        if named is None:
+            return None
+        tensor = tensor_of(named.name, letter)
+        if named.part is None:
+            return self._file.get_tensor(tensor)
+        if tensor not in self._shared:  # all experts of a layer have a part of it
+            self._shared = {t: self._file.get_tensor(t) for t in _pair_of(named.name)}
+        if letter == "A":
+            return self._shared[tensor][named.part.rows_of_a]
+        return self._shared[tensor][named.part.rows_of_b, named.part.columns_of_b]
+
+
+def _pair_of(name: str) -> tuple[str, str]:
+    return tensor_of(name, "A"), tensor_of(name, "B")
 
 
 def width_of(site: LoraSite, rank: int) -> int:

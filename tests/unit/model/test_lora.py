@@ -1,6 +1,7 @@
 """LoRA adapters compute what merged weights compute, whatever runs beside them, or are refused."""
 
 import json
+import shutil
 import struct
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from baton.model.tensor_parallel import SharedMemoryRanks
 from baton.node.scheduling.plan import StepPlan
 from baton.protocol.errors import ConfigError
 from tests.support.adapters import ALL, merged, write_adapter
-from tests.support.checkpoints import model_folder
+from tests.support.checkpoints import model_folder, scratch_folder
 from tests.support.compute import (
     Text,
     compute_config,
@@ -331,3 +332,82 @@ def test_a_head_of_another_shape_or_without_numbers_is_refused():
     broken = loaded(compute_config(model, lora_modules=(f"mine={adapter}",)))
     with pytest.raises(ConfigError, match="the adapter's lm_head holds NaN"), broken:
         pass
+
+
+def write_expert_adapter(model: Path, version: str = "0.21.2", rank: int = 4) -> tuple[Path, Path]:
+    """An adapter of `target_parameters`, and a copy of the model whose weights hold it."""
+    weights, generator = load_file(model / "model.safetensors"), torch.Generator().manual_seed(3)
+    adapter, tensors = scratch_folder("adapter"), {}
+    kinds = (("gate_proj", "up_proj"), ".base_layer"), (("down_proj",), "")
+    for name in [name for name in weights if "experts.0.gate_proj" in name]:
+        block = name.partition("experts.0.")[0] + "experts."
+        num = sum(other.startswith(block) for other in weights) // 3
+        for linears, nested in kinds:
+            whole = [
+                torch.cat([weights[f"{block}{number}.{linear}.weight"] for linear in linears])
+                for number in range(num)
+            ]
+            outputs, inputs = whole[0].shape
+            a = torch.randn(num * rank, inputs, generator=generator) * inputs**-0.5
+            b = torch.randn(outputs, rank * num, generator=generator) * 0.1
+            begin = f"base_model.model.{block.removesuffix('.')}{nested}.lora_"
+            tensors |= {f"{begin}A.weight": a, f"{begin}B.weight": b}
+            for number in range(num):
+                added = b.view(outputs, rank, num)[:, :, number] @ a.view(num, rank, inputs)[number]
+                rows = (whole[number] + 16 / rank * added).chunk(len(linears))
+                for linear, part in zip(linears, rows, strict=True):
+                    weights[f"{block}{number}.{linear}.weight"] = part.contiguous()
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": [],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        "peft_version": version,
+    }  # fmt: skip
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    whole_model = scratch_folder("merged")
+    shutil.copytree(model, whole_model, dirs_exist_ok=True)
+    save_file(weights, whole_model / "model.safetensors", {"format": "pt"})
+    return adapter, whole_model
+
+
+def test_adapters_of_all_experts_in_one_parameter_compute_the_same():
+    model = foreign_folder("qwen3_moe")
+    adapter, whole = write_expert_adapter(model)
+    theirs = expected(whole)
+    config = compute_config(model, lora_modules=(f"mine={adapter}",))
+    with loaded(config) as runner:
+        assert (computed(runner, "mine") - theirs).abs().max() < 2e-5 * theirs.abs().max()
+        assert (computed(runner, "") - theirs).abs().max() > 1e-3
+
+    def of_rank(member: SharedMemoryRanks) -> torch.Tensor:
+        with loaded(config, member) as runner:
+            return computed(runner, "mine")
+
+    with thread_ranks(2) as members:
+        split = on_all(members, of_rank)
+    assert (split - theirs).abs().max() < 2e-5 * theirs.abs().max()
+
+
+def test_matrices_of_all_experts_that_do_not_fit_are_refused():
+    model = foreign_folder("qwen3_moe")
+    config = read_decoder_config(model)
+    adapter, _ = write_expert_adapter(model, "0.18.0")
+    with pytest.raises(ConfigError, match=r"PEFT 0\.18\.0 may have swapped inputs and outputs"):
+        read_adapters((f"mine={adapter}",), config)
+    adapter, _ = write_expert_adapter(model)
+    file, described = adapter / "adapter_model.safetensors", adapter / "adapter_config.json"
+    fields, tensors = json.loads(described.read_text()), load_file(file)
+    for wrong, reason in (
+        ({"r": 2}, r"have the shapes \[32, 64\] and \[64, 32\], but r and the model imply others"),
+        ({"target_parameters": ["mlp.gate.weight"]}, "names mlp.gate.weight, but no tensor"),
+    ):
+        described.write_text(json.dumps(fields | wrong))
+        with pytest.raises(ConfigError, match=reason):
+            read_adapters((f"mine={adapter}",), config)
+    described.write_text(json.dumps(fields))
+    down = {name: tensor for name, tensor in tensors.items() if "base_layer" not in name}
+    save_file(down, file)
+    with pytest.raises(ConfigError, match=r"names mlp\.experts\.gate_up_proj, but no"):
+        read_adapters((f"mine={adapter}",), config)
+    with pytest.raises(ConfigError, match="the model has no experts for"):
+        read_adapters((f"mine={adapter}",), read_decoder_config(model_folder(MODEL, num_layers=2)))
