@@ -24,7 +24,7 @@ LENGTH_EPS = 1e-6  # of the squared length of a query or key
 
 @dataclass(frozen=True, slots=True)
 class Gates:
-    """How numbers of a row become each head's decay and beta.
+    """How numbers of a row become each head's decays and beta.
 
     A step is `softplus(x + bias)` within `limits`, and the decay `exp(rate * step)`. Beta is the
     sigmoid of another number, or the step.
@@ -32,9 +32,10 @@ class Gates:
 
     to_steps: int  # the first number in a row
     to_betas: int | None
-    rates: Tensor  # [heads] fp32
-    biases: Tensor  # [heads] fp32
+    rates: Tensor  # [heads] fp32, or [heads * key_dim]
+    biases: Tensor  # as `rates`
     limits: tuple[float, float] = (0.0, float("inf"))
+    num_betas: int | None = None  # heads, where each number of a key has a decay of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ class StateWeights:
     to_gates: int = 0  # the first number in a row that gates the norm
     num_norms: int = 1
     gates_first: bool = False  # before the norm
+    by_sigmoid: bool = False  # these gates are sigmoids, and not SiLUs
 
 
 class StateBytes:
@@ -211,9 +213,12 @@ def gated_outputs(mixed: Tensor, gates: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def gate_steps(x: Tensor, gates: Gates) -> tuple[Tensor, Tensor]:
-    """Return decays and betas, `[num_tokens, heads]` in fp32."""
-    heads = len(gates.rates)
-    raw = x[:, gates.to_steps : gates.to_steps + heads].float() + gates.biases
+    """Return decays and betas, `[num_tokens, heads]` in fp32.
+
+    Decays may be those of each number of a head's keys.
+    """
+    heads = gates.num_betas or len(gates.rates)
+    raw = x[:, gates.to_steps : gates.to_steps + len(gates.rates)].float() + gates.biases
     steps = F.softplus(raw).clamp(*gates.limits)
     decays = torch.exp(gates.rates * steps)
     if gates.to_betas is None:
@@ -225,7 +230,7 @@ def advance(
     queries: Tensor,  # [num_tokens, heads, key_dim]
     keys: Tensor,  # [num_tokens, heads, key_dim]
     values: Tensor,  # [num_tokens, heads, value_dim]
-    decays: Tensor,  # [num_tokens, heads]
+    decays: Tensor,  # [num_tokens, heads] or [num_tokens, heads * key_dim]
     betas: Tensor,  # [num_tokens, heads]
     matrices: Tensor,  # [heads, key_dim, value_dim]
     weights: StateWeights,
@@ -234,14 +239,15 @@ def advance(
     """Return what each token reads, shaped as `values`, and the matrices after the last one.
 
     A matrix S becomes `decay * S + key ⊗ delta`, with `delta = beta * value`, or, if it `corrects`,
-    `beta * (value - decay * key S)`. The result is `query S + skip * value`.
+    `beta * (value - key (decay * S))`. The result is `query S + skip * value`.
     """
+    decays = decays.unflatten(1, (values.shape[1], -1))
     if weights.is_normed:
         queries = queries * (queries.square().sum(-1, keepdim=True) + LENGTH_EPS).rsqrt()
         keys = keys * (keys.square().sum(-1, keepdim=True) + LENGTH_EPS).rsqrt()
     out = []
     for token in range(len(values)):
-        key, value, decay = keys[token, :, :, None], values[token], decays[token, :, None, None]
+        key, value, decay = keys[token, :, :, None], values[token], decays[token, :, :, None]
         if token >= num_held:
             matrices = matrices * decay
             known = (matrices * key).sum(1) if weights.corrects else torch.zeros_like(value)
@@ -254,7 +260,8 @@ def advance(
 
 def gated_norm(x: Tensor, gates: Tensor, weights: StateWeights, eps: float) -> Tensor:
     """Return the RMS norms of `x`, `[num_rows, width]`, gated, in the dtype of `gates`."""
-    gate = F.silu(gates[:, weights.to_gates : weights.to_gates + x.shape[1]].float())
+    gate = gates[:, weights.to_gates : weights.to_gates + x.shape[1]].float()
+    gate = gate.sigmoid() if weights.by_sigmoid else F.silu(gate)
     parts = (x * gate if weights.gates_first else x).view(len(x), weights.num_norms, -1)
     normed = parts * (parts.square().mean(-1, keepdim=True) + eps).rsqrt()
     normed = normed.flatten(1) * weights.norm

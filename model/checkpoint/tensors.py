@@ -12,7 +12,7 @@ import msgspec
 
 from baton.model.config.decoder_config import DecoderConfig
 from baton.model.config.expert_config import ExpertsConfig
-from baton.model.config.families import Experts
+from baton.model.config.families import Experts, MlpNames
 from baton.model.config.kinds_config import KindsConfig, LayerInputs
 from baton.model.config.latent_config import LatentConfig
 from baton.model.config.state_config import StateTensors, state_tensors
@@ -313,7 +313,7 @@ def _layer(config: DecoderConfig, number: int, layout: ExpertLayout) -> LayerTen
         k_norm=k_norm,
         sinks=f"{attention}sinks" if config.layers.has_sinks else None,
         num_heads=config.num_heads,
-        latent=None if latent is None else _latent(latent, attention, config, number),
+        latent=None if latent is None or state else _latent(latent, attention, config, number),
         state=state,
         mlp=_dense_mlp(config, number) if has_dense else None,
         experts=None if experts is None else _experts(config, experts, number, layout),
@@ -470,7 +470,9 @@ def _experts(
     if names.adds_mlp:
         shared = _dense_mlp(config, number)
     elif width := experts.shared_expert_intermediate_size:
-        shared = _mlp(f"{block}{names.shared}.", names.gate_up, names.down, hidden, width)
+        of_shared = names.shared_mlp or MlpNames(names.shared, names.gate_up, names.down)
+        prefix = f"{block}{names.shared}."
+        shared = _mlp(prefix, of_shared.gate_up, of_shared.down, hidden, width)
         if names.shared_gate:
             gate = f"{block}{names.shared_gate}"
             shared_gate = LinearTensors(gate, (Units(1),), Units(hidden))

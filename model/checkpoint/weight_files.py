@@ -31,6 +31,7 @@ _OF_IMAGES = re.compile(
     r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|mm_projector|patch_merger"
     r"|vision_embedder|embed_vision|embed_audio|audio_tower)\..+|(model\.)?image_newline"
 )
+_DENSE_KIMI = re.compile(r"\.block_sparse_moe\.(gate|up|down)_proj\.")
 _DTYPES = ("F32", "F16", "BF16")
 _WIDE = ("F64", "I64", "I32", "I16", "BOOL", "C64")  # of no way to quantize
 _DERIVABLE = re.compile(r".*\brotary_emb\.inv_freq")  # from config.json
@@ -169,13 +170,15 @@ def _digest_of(tensor: Stored) -> bytes:
 def text_name(name: str) -> str:
     """Return the name that a tensor of a model's text has where the model is text alone.
 
-    Nemotron has other names for the model and its embedding.
+    Nemotron has other names for the model and its embedding, and transformers saves the dense MLP
+    of Kimi-Linear by another name than its folders have.
     """
     for prefix in ("model.language_model.", "backbone."):
         if name.startswith(prefix):
             name = "model." + name.removeprefix(prefix)
     if name == "model.embeddings.weight":
         return EMBEDDING
+    name = _DENSE_KIMI.sub(r".mlp.\1_proj.", name)
     return name.removeprefix("language_model.")
 
 

@@ -15,7 +15,7 @@ from baton.kernels.constants import CLAMPED, GELU_TANH, SILU, Gate
 ALWAYS = "always"  # instead of the name of a field that says whether
 NEVER = "never"
 Routing = Literal["softmax", "sigmoid", "input_sigmoid", "grouped_softmax", "grouped_sigmoid"]
-StateKind = Literal["delta", "mamba", "conv"]
+StateKind = Literal["delta", "key_delta", "mamba", "conv"]
 WindowedLayers = Literal["all", "upper", "alternate", "pattern"]
 # What the last hidden state goes into: a token's logits, nothing, or numbers for labels.
 Head = Literal["tokens", "none", "labels"]
@@ -37,6 +37,15 @@ class Windows(msgspec.Struct, frozen=True, kw_only=True):
     has_own_rope: bool = False  # the rotary embedding of these layers is another one
 
 
+class MlpNames(msgspec.Struct, frozen=True):
+    """The names of a dense MLP and of its layers; a single one of `gate_up` has both, if any."""
+
+    block: str = "mlp"
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
+    has_gate: bool = True
+
+
 class Experts(msgspec.Struct, frozen=True, kw_only=True):
     """A mixture of experts: how a token chooses, and what the tensors are called in a layer.
 
@@ -54,6 +63,7 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True):
     router_bias: str = "gate.e_score_correction_bias"
     shared: str = ""  # the expert that every token takes
     shared_gate: str = ""  # its own weight, if it has one
+    shared_mlp: MlpNames | None = None  # None: it is named as the others
     # All experts of a layer are in one tensor, [inputs, outputs] each, with gates and ups
     # interleaved, and they and the router have biases.
     is_interleaved: bool = False
@@ -93,8 +103,8 @@ class Latent(msgspec.Struct, frozen=True, kw_only=True):
 class StateLayers(msgspec.Struct, frozen=True, kw_only=True):
     """Layers that keep a state for each sequence in place of keys and values.
 
-    They are a Gated DeltaNet (`delta`), a Mamba-2 (`mamba`), or a short convolution of gated inputs
-    alone (`conv`).
+    They are a Gated DeltaNet (`delta`), Kimi's, in which each number of a key has a decay of its
+    own (`key_delta`), a Mamba-2 (`mamba`), or a short convolution of gated inputs alone (`conv`).
     """
 
     kind: StateKind = "delta"
@@ -116,15 +126,6 @@ class LayerNames(msgspec.Struct, frozen=True):
     output: str = "o_proj"
     last_norm: str = "norm"
     attention: str = "self_attn"
-
-
-class MlpNames(msgspec.Struct, frozen=True):
-    """The names of a dense MLP and of its layers; a single one of `gate_up` has both, if any."""
-
-    block: str = "mlp"
-    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
-    down: str = "down_proj"
-    has_gate: bool = True
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
@@ -945,6 +946,47 @@ FAMILIES = (
         defaults={"max_position_embeddings": 202752, "rms_norm_eps": 1e-5},
         latent=Latent(),
         experts=Experts(routing="grouped_sigmoid", shared="shared_experts", skips_first_layer=True),
+        has_nextn_layers=True,
+    ),
+    Family(
+        title="Kimi-Linear",
+        architecture="KimiLinearForCausalLM",
+        model_type="kimi_linear",
+        defaults={
+            "max_position_embeddings": 1048576,
+            "rms_norm_eps": 1e-5,
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 2.446,
+            "norm_topk_prob": True,
+            "linear_head_dim": 128,
+            "linear_num_heads": 32,
+            "linear_conv_kernel_dim": 4,
+        },
+        renamed={
+            "model_max_length": "max_position_embeddings",
+            "moe_renormalize": "norm_topk_prob",
+            "num_expert_group": "n_group",
+            "num_experts": "n_routed_experts",
+            "num_local_experts": "n_routed_experts",
+            "num_experts_per_token": "num_experts_per_tok",
+            "num_shared_experts": "n_shared_experts",
+            "moe_router_activation_func": "scoring_func",
+        },
+        rotates=NEVER,
+        latent=Latent(is_interleaved=False),
+        state=StateLayers(kind="key_delta", block="self_attn"),
+        experts=Experts(
+            routing="grouped_sigmoid",
+            block="block_sparse_moe",
+            gate="w1",
+            up="w3",
+            down="w2",
+            shared="shared_experts",
+            shared_mlp=MlpNames(),
+            skips_first_layer=True,
+        ),
         has_nextn_layers=True,
     ),
     Family(

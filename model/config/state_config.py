@@ -76,26 +76,35 @@ class StateTensors(msgspec.Struct, frozen=True):
     """The tensors of one layer with a state."""
 
     inputs: tuple[LinearTensors, ...]
-    taps: str  # [channels, 1, num_taps]
+    expansions: tuple[LinearTensors, ...]  # of the last inputs but one, if any: gates, and steps
+    taps: tuple[str, ...]  # [channels, 1, num_taps] together
     tap_biases: str | None  # [channels]
     num_channels: int
     num_taps: int
     rates: str | None  # [heads]: logarithms; this and the next three are None without matrices
-    step_biases: str | None  # [heads]
+    step_biases: str | None  # [heads], or of each number of their keys
+    rates_shape: Shape
+    num_steps: int
     skips: str | None  # [heads]: how much of a value goes past the state
     num_heads: int
     norm: NormTensor | None
     output: LinearTensors
 
     def shapes(self) -> Iterator[tuple[str, Shape]]:
-        for linear in self.inputs:
+        for linear in (*self.inputs, *self.expansions):
             yield from linear.shapes()
-        yield self.taps, (self.num_channels, 1, self.num_taps)
+        for name in self.taps:
+            yield name, (self.num_channels // len(self.taps), 1, self.num_taps)
         if self.tap_biases is not None:
             yield self.tap_biases, (self.num_channels,)
-        for name in (self.rates, self.step_biases, self.skips):
-            if name is not None:
-                yield name, (self.num_heads,)
+        of_heads = (
+            (self.rates, self.rates_shape),
+            (self.step_biases, (self.num_steps,)),
+            (self.skips, (self.num_heads,)),
+        )
+        for number, shape in of_heads:
+            if number is not None:
+                yield number, shape
         if self.norm is not None:
             yield from self.norm.shapes()
         yield from self.output.shapes()
@@ -119,6 +128,25 @@ class _RawDelta(msgspec.Struct):
     linear_key_head_dim: _Positive
     linear_value_head_dim: _Positive
     linear_conv_kernel_dim: _Positive
+
+
+class _RawLinear(msgspec.Struct):
+    """The field `linear_attn_config` of Kimi's first folders, whose layers count from 1."""
+
+    head_dim: _Positive | None = None
+    num_heads: _Positive | None = None
+    short_conv_kernel_size: _Positive | None = None
+    kda_layers: tuple[_Positive, ...] | None = None
+    full_attn_layers: tuple[_Positive, ...] | None = None
+
+
+class _RawKeyDelta(msgspec.Struct):
+    """The fields of config.json that describe Kimi's delta attention."""
+
+    linear_num_heads: _Positive
+    linear_head_dim: _Positive
+    linear_conv_kernel_dim: _Positive
+    linear_attn_config: _RawLinear = msgspec.field(default_factory=_RawLinear)
 
 
 class _RawConvolution(msgspec.Struct):
@@ -151,6 +179,8 @@ class _RawMamba(msgspec.Struct):
 
 def state_config(file: Path, names: StateLayers, fields: dict[str, object]) -> StateConfig:
     """Return the layers of a family whose row has `state`. Raises `ConfigError`."""
+    if names.kind == "key_delta":
+        return _key_delta(file, names, fields)
     layers = _layers(file, names, converted(file, fields, _RawLayers))
     if names.kind == "mamba":
         return _mamba(file, names, layers, converted(file, fields, _RawMamba))
@@ -169,6 +199,31 @@ def state_config(file: Path, names: StateLayers, fields: dict[str, object]) -> S
         key_dim=raw.linear_key_head_dim,
         value_dim=raw.linear_value_head_dim,
         num_taps=raw.linear_conv_kernel_dim,
+    )
+
+
+def _key_delta(file: Path, names: StateLayers, fields: dict[str, object]) -> StateConfig:
+    raw, of_layers = converted(file, fields, _RawKeyDelta), converted(file, fields, _RawLayers)
+    given = raw.linear_attn_config
+    layers = range(of_layers.num_hidden_layers)
+    if of_layers.layer_types is None:
+        full = {layer for layer in layers if layer and not layer % 4}
+        if given.full_attn_layers is not None and given.kda_layers is not None:
+            full = {number - 1 for number in given.full_attn_layers}
+            if full | {number - 1 for number in given.kda_layers} != set(layers):
+                raise ConfigError(f"{file}: linear_attn_config must name each layer")
+        of_layers.layer_types = tuple(
+            "full_attention" if layer in full else "linear_attention" for layer in layers
+        )
+    heads, width = given.num_heads or raw.linear_num_heads, given.head_dim or raw.linear_head_dim
+    return StateConfig(
+        names=names,
+        layers=_layers(file, names, of_layers),
+        num_heads=heads,
+        num_key_heads=heads,
+        key_dim=width,
+        value_dim=width,
+        num_taps=given.short_conv_kernel_size or raw.linear_conv_kernel_dim,
     )
 
 
@@ -201,23 +256,45 @@ def state_tensors(config: StateConfig, layer: str, hidden_size: int) -> StateTen
     """Return the tensors of a layer whose names begin with `layer`."""
     block, hidden, kind = f"{layer}{config.names.block}.", Units(hidden_size), config.names.kind
     norm, outputs = None, Units(config.num_channels)
-    taps = f"{block}conv" if kind == "conv" else f"{block}conv1d"
+    taps = {
+        "conv": (f"{block}conv.weight",),
+        "key_delta": tuple(f"{block}{name}_conv1d.weight" for name in ("q", "k", "v")),
+    }.get(kind, (f"{block}conv1d.weight",))
+    is_by_key = kind == "key_delta"
+    rates_shape: Shape = (config.num_heads,)
+    if is_by_key:
+        rates_shape = (1, 1, config.num_heads, 1)
     if kind != "conv":
         outputs = Units(config.num_heads, config.value_dim)
         # Of each head alone, or of all together.
-        norm = NormTensor(f"{block}norm", config.value_dim if kind == "delta" else outputs.size)
+        size = outputs.size if kind == "mamba" else config.value_dim
+        norm = NormTensor(f"{block}o_norm" if is_by_key else f"{block}norm", size)
+    expansions: tuple[LinearTensors, ...] = ()
+    if is_by_key:
+        row = Units(1, config.value_dim)
+        expansions = tuple(
+            LinearTensors(f"{block}{name}", (outputs,), row) for name in ("g_b_proj", "f_b_proj")
+        )
     return StateTensors(
         inputs=tuple(LinearTensors(block + name, units, hidden) for name, units in _inputs(config)),
-        taps=f"{taps}.weight",
-        tap_biases=f"{taps}.bias" if config.has_tap_biases else None,
+        expansions=expansions,
+        taps=taps,
+        tap_biases=f"{block}conv1d.bias" if config.has_tap_biases else None,
         num_channels=config.num_channels,
         num_taps=config.num_taps,
         rates=None if norm is None else f"{block}A_log",
         step_biases=None if norm is None else f"{block}dt_bias",
+        rates_shape=rates_shape,
+        num_steps=config.key_size if is_by_key else config.num_heads,
         skips=f"{block}D" if kind == "mamba" else None,
         num_heads=config.num_heads,
         norm=norm,
-        output=LinearTensors(f"{block}out_proj", (hidden,), outputs, splits_inputs=True),
+        output=LinearTensors(
+            f"{block}o_proj" if is_by_key else f"{block}out_proj",
+            (hidden,),
+            outputs,
+            splits_inputs=True,
+        ),
     )
 
 
@@ -227,6 +304,14 @@ def _inputs(config: StateConfig) -> tuple[tuple[str, tuple[Units, ...]], ...]:
         channels = Units(config.num_channels)
         return (("in_proj", (channels, channels, channels)),)
     keys = Units(config.num_key_heads, config.key_dim)
+    if config.names.kind == "key_delta":
+        row = Units(1, config.value_dim)
+        return (
+            *((f"{name}_proj", (keys,)) for name in ("q", "k", "v")),
+            ("g_a_proj", (row,)),
+            ("f_a_proj", (row,)),
+            ("b_proj", (Units(config.num_heads),)),
+        )
     values, gates = Units(config.num_heads, config.value_dim), Units(config.num_heads)
     if config.names.kind == "mamba":
         return (("in_proj", (values, values, keys, keys, gates)),)

@@ -16,6 +16,7 @@ from baton.model.batch_invariance.row_rule import ByRows, at_once
 from baton.model.layers.attention import PLAIN_KEYS, AdaptedRows, Backend, Batch, Keys, Scoring
 from baton.model.layers.latent_attention import LatentAttention
 from baton.model.layers.layer_parts import (
+    ExpandedGates,
     ExpertsBeside,
     LayerEnd,
     LayerInputs,
@@ -86,6 +87,8 @@ class Decoder:
             for part in (layer.mlp, layer.latent, layer.beside, layer.end):
                 if part is not None:
                     yield from part.linears()
+            if isinstance(layer.packing, ExpandedGates):
+                yield from layer.packing.linears()
         if self.inputs is not None:
             yield self.inputs.projection
         if self.head is not None:

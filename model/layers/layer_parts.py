@@ -60,8 +60,29 @@ class ValueNorms:
         return torch.cat((x if self.are_keys else rest, normed.view(len(x), width)), dim=1)
 
 
+@dataclass(slots=True, frozen=True)
+class ExpandedGates:
+    """The gates and steps of a layer with a state, each from a short row (Kimi-Linear)."""
+
+    gates: Linear
+    steps: Linear
+    start: int  # of the two rows, which betas follow
+    width: int  # of a row
+
+    def __call__(self, x: Tensor, backend: Backend) -> Tensor:
+        """Return `x` with what the rows expand to in their place."""
+        del backend
+        end = self.start + self.width
+        gates = self.gates(x[:, self.start : end].contiguous())
+        steps = self.steps(x[:, end : end + self.width].contiguous())
+        return torch.cat((x[:, : self.start], gates, steps, x[:, end + self.width :]), dim=1)
+
+    def linears(self) -> Iterator[Linear]:
+        yield from (self.gates, self.steps)
+
+
 # Makes a packed projection of what a layer's linear gives.
-Packing = JoinedNorms | ValueNorms
+Packing = JoinedNorms | ValueNorms | ExpandedGates
 
 
 @dataclass(slots=True, frozen=True)

@@ -39,6 +39,7 @@ from baton.model.layers.layer_parts import (
     JoinedNorms,
     LayerEnd,
     LayerInputs,
+    Packing,
     QueryScales,
     ValueNorms,
 )
@@ -187,8 +188,9 @@ class _Loader:
     def _layer(self, number: int, tensors: LayerTensors) -> DecoderLayer:
         config, joins_norms = self.config, self.config.joins_qk_norm
         latent = state = None
+        packing = self._packing(number, tensors)
         if tensors.state is not None:
-            qkv, state = load_state(self.weights, tensors.state)
+            qkv, state, packing = load_state(self.weights, tensors.state)
         elif tensors.latent is not None:
             qkv, latent = self._latent(tensors.latent, number)
         else:
@@ -199,7 +201,7 @@ class _Loader:
             attention_norm=norms["attention_norm"],
             qkv=qkv,
             head_norms=None if joins_norms else self._head_norms(number, *qk_norms),
-            packing=self._joined_norms(*qk_norms) if joins_norms else self._value_norms(number),
+            packing=packing,
             output=self.weights.rows(tensors.output),
             mlp=self._mlp_or_experts(tensors),
             beside=self._beside(tensors),
@@ -355,6 +357,11 @@ class _Loader:
     def _rounded(self, scale: float) -> float:
         """Return the scale of an embedding, rounded as transformers rounds it."""
         return float(torch.tensor(scale, dtype=self.place.dtype))
+
+    def _packing(self, number: int, tensors: LayerTensors) -> Packing | None:
+        if self.config.joins_qk_norm:
+            return self._joined_norms(tensors.q_norm, tensors.k_norm)
+        return self._value_norms(number)
 
     def _value_norms(self, number: int) -> ValueNorms | None:
         config, kinds = self.config, self.config.kinds

@@ -6,12 +6,15 @@ from torch import Tensor
 from baton.kernels.state_layout import StateShape
 from baton.kernels.state_reference import Gates, StateWeights
 from baton.model.config.state_config import StateConfig, StateTensors
+from baton.model.layers.layer_parts import ExpandedGates
 from baton.model.layers.linear import Linear
 from baton.model.loading.layer_weights import LayerWeights
 
 
-def load_state(weights: LayerWeights, tensors: StateTensors) -> tuple[Linear, StateWeights]:
-    """Return the layer that reads the hidden state, and the rest.
+def load_state(
+    weights: LayerWeights, tensors: StateTensors
+) -> tuple[Linear, StateWeights, ExpandedGates | None]:
+    """Return the layer that reads the hidden state, the rest, and what completes its outputs.
 
     The outputs of the first are the channels, group by group, then the gates of the norm, those of
     what a token adds, and the steps.
@@ -23,14 +26,16 @@ def load_state(weights: LayerWeights, tensors: StateTensors) -> tuple[Linear, St
     heads = shape.num_groups * shape.num_heads
     own = slice(ranks.rank * heads, (ranks.rank + 1) * heads)
     if tensors.norm is None:
-        return _load_convolution(weights, tensors, shape)
+        return *_load_convolution(weights, tensors, shape), None
+    if state.names.kind == "key_delta":
+        return _load_key_delta(weights, tensors, state)
     assert tensors.rates is not None, "heads have matrices"
     assert tensors.step_biases is not None, "heads have matrices"
     is_delta = state.names.kind == "delta"
     order = _delta_order(state, shape) if is_delta else _mamba_order(shape)
     inputs = weights.columns(tensors.inputs, order)
     channels = _channels(state, shape, ranks.rank).to(weights.device)
-    taps = read(tensors.taps, dtype=torch.float32)[channels, 0]  # [channels, taps]
+    taps = read(tensors.taps[0], dtype=torch.float32)[channels, 0]  # [channels, taps]
     taps = taps.view(shape.num_groups, shape.num_channels, shape.num_taps)
     key_size = shape.num_key_heads * shape.key_dim
     to_gates = shape.num_groups * shape.num_channels
@@ -42,7 +47,7 @@ def load_state(weights: LayerWeights, tensors: StateTensors) -> tuple[Linear, St
         skips = read(tensors.skips, rows=own, dtype=torch.float32)
     if tensors.tap_biases is not None:
         biases = read(tensors.tap_biases, dtype=torch.float32)[channels].contiguous()
-    return inputs, StateWeights(
+    found = StateWeights(
         taps=taps.transpose(1, 2).contiguous(),
         norm=norm.repeat(heads) if is_delta else norm[values].contiguous(),
         tap_biases=biases,
@@ -63,6 +68,42 @@ def load_state(weights: LayerWeights, tensors: StateTensors) -> tuple[Linear, St
         num_norms=heads if is_delta else shape.num_groups * shape.num_key_heads,
         gates_first=not is_delta,
     )
+    return inputs, found, None
+
+
+def _load_key_delta(
+    weights: LayerWeights, tensors: StateTensors, state: StateConfig
+) -> tuple[Linear, StateWeights, ExpandedGates]:
+    """Return a layer of Kimi's, which one rank has as a whole."""
+    assert weights.ranks.size == 1, "latent attention has one group of heads"
+    assert tensors.norm is not None, "heads have matrices"
+    assert tensors.rates is not None, "heads have matrices"
+    assert tensors.step_biases is not None, "heads have matrices"
+    read, heads, width = weights.read, state.num_heads, state.value_dim
+    taps = torch.cat([read(name, dtype=torch.float32)[:, 0] for name in tensors.taps])
+    rates = -read(tensors.rates, dtype=torch.float32).flatten().exp()
+    gates, steps = (weights.linear(read(f"{one.name}.weight")) for one in tensors.expansions)
+    to_gates, to_steps = state.num_channels, state.num_channels + heads * width
+    found = StateWeights(
+        taps=taps.T[None].contiguous(),
+        norm=read(f"{tensors.norm.name}.weight", dtype=torch.float32).repeat(heads),
+        to_keys=state.key_size,
+        to_values=2 * state.key_size,
+        is_normed=True,
+        scale=state.key_dim**-0.5,
+        corrects=True,
+        gates=Gates(
+            to_steps=to_steps,
+            to_betas=to_steps + state.key_size,
+            rates=rates.repeat_interleave(state.key_dim),
+            biases=read(tensors.step_biases, dtype=torch.float32),
+            num_betas=heads,
+        ),
+        to_gates=to_gates,
+        num_norms=heads,
+        by_sigmoid=True,
+    )
+    return weights.columns(tensors.inputs), found, ExpandedGates(gates, steps, to_gates, width)
 
 
 def _load_convolution(
@@ -71,7 +112,7 @@ def _load_convolution(
     """Return a layer without matrices. The outputs of the first are two gates and the channels."""
     size = shape.num_groups * shape.num_channels
     own = slice(weights.ranks.rank * size, (weights.ranks.rank + 1) * size)
-    taps = weights.read(tensors.taps, rows=own, dtype=torch.float32)[:, 0]
+    taps = weights.read(tensors.taps[0], rows=own, dtype=torch.float32)[:, 0]
     taps = taps.view(shape.num_groups, shape.num_channels, shape.num_taps)
     return weights.columns(tensors.inputs), StateWeights(
         taps=taps.transpose(1, 2).contiguous(), norm=taps.new_empty(0), activates=False

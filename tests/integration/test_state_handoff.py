@@ -24,8 +24,9 @@ STATE_BLOCKS = {
     "lfm2": 1,
     "nemotron_h": 18,
     "lfm2_moe": 1,
+    "kimi_linear": 35,
 }
-BLOCK_BYTES = 4096
+BLOCK_BYTES, LATENT_BYTES = 4096, 2560
 
 
 def config_of(kind: str, **cache: bool) -> ClusterConfig:
@@ -48,6 +49,7 @@ async def all_at_once(llm: AsyncLLM) -> list[RequestOutput]:
         ("qwen3_5_moe", 1, 1),
         ("granitemoehybrid", 1, 2),
         ("lfm2", 2, 1),
+        ("kimi_linear", 1, 1),
         ("lfm2_moe", 1, 2),
         ("lfm2_moe", 2, 1),
         ("nemotron_h", 1, 2),
@@ -66,7 +68,8 @@ def test_the_state_travels_as_more_blocks_to_ranks_of_any_number(kind, prefill, 
     assert ties <= 1
     assert cluster.prompt_tokens_computed("decode-0") == 0
     num_blocks = sum(-(-n // BLOCK) + STATE_BLOCKS[kind] for n in LENGTHS)
-    assert cluster.num_bytes_read("decode-0") == num_blocks * BLOCK_BYTES
+    block_bytes = LATENT_BYTES if kind == "kimi_linear" else BLOCK_BYTES
+    assert cluster.num_bytes_read("decode-0") == num_blocks * block_bytes
 
 
 @pytest.mark.parametrize("kind", KINDS)

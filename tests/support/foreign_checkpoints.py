@@ -87,6 +87,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"],
         "block_multiple_of": 32,
     },
+    "kimi_linear": {
+        **{key: of for key, of in LATENT.items() if "_rank" in key or "head" in key},
+        "num_hidden_layers": 4, "q_lora_rank": None, "linear_num_heads": 4, "linear_head_dim": 24,
+        "num_local_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+        "moe_intermediate_size": 32,
+        "layer_types": [
+            "linear_attention", "full_attention", "linear_attention", "linear_attention",
+        ],
+    },
     "lfm2_moe": {
         **MoE, "num_hidden_layers": 4, "num_dense_layers": 1,
         "layer_types": ["conv", "full_attention", "conv", "conv"],

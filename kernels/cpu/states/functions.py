@@ -7,7 +7,7 @@ share no sum.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -86,7 +86,16 @@ class CpuStates:
         return out
 
     def gate_steps(self, x: Tensor, gates: Gates) -> tuple[Tensor, Tensor]:
-        """Return decays and betas, `[num_tokens, heads]` in fp32."""
+        """Return decays and betas, `[num_tokens, heads]` in fp32.
+
+        Decays may be those of each number of a head's keys.
+        """
+        if gates.num_betas is not None:
+            assert gates.to_betas is not None, "a head has one beta and many steps"
+            decays, _ = self.gate_steps(x, replace(gates, to_betas=None, num_betas=None))
+            few = gates.rates[: gates.num_betas]
+            _, betas = self.gate_steps(x, replace(gates, rates=few, num_betas=None))
+            return decays, betas
         heads = len(gates.rates)
         decays, betas = torch.empty(2, len(x), heads)
         factors = gates.rates * LOG2_E
@@ -116,12 +125,13 @@ class CpuStates:
             x.data_ptr(), x.shape[1], weights.to_queries, weights.to_keys, weights.to_values,
             heads, shape.num_heads, shape.num_key_heads, shape.key_dim, shape.value_dim,
             shape.num_strips, weights.is_normed, weights.scale, weights.corrects, decays.data_ptr(),
-            betas.data_ptr(), _address(weights.skips), weights.skips is not None,
+            decays.shape[1] > heads, betas.data_ptr(), _address(weights.skips),
+            weights.skips is not None,
             self._pool.data_ptr(), *work.addresses, *self._sizes(offsets.ctypes.data, MATRIX_BYTES),
             out.data_ptr(),
         )  # fmt: skip
         padded = -(-shape.key_dim // WIDTH) * WIDTH
-        floats = 3 * padded + shape.strip_bytes // MATRIX_BYTES
+        floats = 5 * padded + shape.strip_bytes // MATRIX_BYTES
         numbers = shape.num_strips * shape.strip_bytes // MATRIX_BYTES
         cost = work.num_tokens * numbers * NS_PER_STATE_NUMBER
         self._run("advance_states", len(work.items) * heads, cost, floats, arguments)
@@ -135,7 +145,7 @@ class CpuStates:
             self._threads, self._library.kernels["gated_norm"], num_rows, width, x.data_ptr(),
             gates.data_ptr(), gates.stride(0), weights.to_gates, weights.num_norms,
             width // weights.num_norms, weights.norm.data_ptr(), eps, weights.gates_first,
-            out.data_ptr(),
+            weights.by_sigmoid, out.data_ptr(),
         )  # fmt: skip
         return out
 

@@ -159,7 +159,7 @@ def gate_steps(
 def advance_states(
     first_unit: int,  # item * heads + head
     end_unit: int,
-    scratch: Floats,  # three rows of keys, and a strip
+    scratch: Floats,  # five rows of keys, and a strip
     x: Floats,  # [num_tokens, width]: groups of queries, keys and values, each of all its heads
     width: int,
     to_queries: int,
@@ -174,7 +174,8 @@ def advance_states(
     is_normed: int,  # queries and keys have a length of 1
     scale: float,  # of queries
     corrects: int,  # a step adds what the state lacks of a value, and not the value itself
-    decays: Floats,  # [num_tokens, heads]
+    decays: Floats,  # [num_tokens, heads], or [num_tokens, heads, key_dim] if they are `by_key`
+    by_key: int,
     betas: Floats,  # [num_tokens, heads]
     skips: Floats,  # [heads]: how much of a value goes past the state
     has_skips: int,
@@ -190,10 +191,11 @@ def advance_states(
     """Let each head's matrix go through the tokens of each item, and read it after each token.
 
     A matrix S becomes `decay * S + key ⊗ delta`, with `delta = beta * value`, or, if it `corrects`,
-    `beta * (value - decay * key S)`. The result is `query S + skip * value`.
+    `beta * (value - key (decay * S))`. The result is `query S + skip * value`.
     """
     padded = -(-key_dim // WIDTH) * WIDTH
-    flat = shift(scratch, 3 * padded)
+    flat = shift(scratch, 5 * padded)
+    num_decays = key_dim if by_key else 1
     size, groups = key_dim * STRIP, heads // group_heads
     for unit in range(first_unit, end_unit):
         item, head = unit // heads * FIELDS, unit % heads
@@ -222,8 +224,8 @@ def advance_states(
                     store(matrix, i, every(ZERO))
             _advance_strip(
                 scratch, padded, queries, keys, values, width, length, num_held, key_dim,
-                value_dim, is_normed, scale, corrects, shift(decays, gates), shift(betas, gates),
-                heads, skip, matrix, strip * STRIP, target,
+                value_dim, is_normed, scale, corrects, shift(decays, gates * num_decays), by_key,
+                shift(betas, gates), heads, skip, matrix, strip * STRIP, target,
             )  # fmt: skip
             if not is_whole:
                 copy_part(flat, blocks, table, offset, size, part, stride_block, 1)
@@ -246,23 +248,36 @@ def _take(
 
 
 @kernel
+def _multiply(target: Floats, source: Floats, factors: Floats, at: int, count: int) -> None:
+    for i in range(0, count, WIDTH):
+        factor = load_first(factors, at + i, count - i)
+        store(target, i, load_first(source, i, count - i) * factor)
+
+
+@kernel
 def _advance_strip(
     scratch: Floats, padded: int, queries: Floats, keys: Floats, values: Floats, width: int,
     length: int, num_held: int, key_dim: int, value_dim: int, is_normed: int, scale: float,
-    corrects: int, decays: Floats, betas: Floats, heads: int, skip: float, matrix: Floats,
-    column: int, out: Floats,
+    corrects: int, decays: Floats, by_key: int, betas: Floats, heads: int, skip: float,
+    matrix: Floats, column: int, out: Floats,
 ) -> None:  # fmt: skip
     """Advance 64 columns of a matrix, `[key_dim, 64]`.
 
     One pass over the matrix makes it that of a token, multiplies it by the query, and by the next
-    token's key.
+    token's key, which is times that token's decays if they are `by_key`.
     """
     query, key, later = scratch, shift(scratch, padded), shift(scratch, 2 * padded)
+    decayed, lasting = shift(scratch, 3 * padded), shift(scratch, 4 * padded)
+    step = heads * key_dim if by_key else heads  # from a token's decays to the next token's
     one, two, three = column + WIDTH, column + 2 * WIDTH, column + 3 * WIDTH
     _take(key, keys, 0, key_dim, is_normed, ONE)
+    known_key = key
+    if by_key:
+        _multiply(decayed, key, decays, 0, key_dim)
+        known_key = decayed
     known_0, known_1, known_2, known_3 = every(ZERO), every(ZERO), every(ZERO), every(ZERO)
     for r in range(key_dim):
-        at, factor = r * STRIP, every(key[r])
+        at, factor = r * STRIP, every(known_key[r])
         known_0 = fma(load(matrix, at), factor, known_0)
         known_1 = fma(load(matrix, at + WIDTH), factor, known_1)
         known_2 = fma(load(matrix, at + 2 * WIDTH), factor, known_2)
@@ -271,7 +286,13 @@ def _advance_strip(
         _take(query, queries, token * width, key_dim, is_normed, scale)
         next_token = min(token + 1, length - 1)
         _take(later, keys, next_token * width, key_dim, is_normed, ONE)
-        decay, beta = every(decays[token * heads]), every(betas[token * heads])
+        decay, beta = every(decays[token * step]), every(betas[token * heads])
+        known_key = later
+        if by_key:
+            for i in range(key_dim):
+                lasting[i] = decays[token * step + i] if token >= num_held else ONE
+            _multiply(decayed, later, decays, next_token * step, key_dim)
+            known_key, decay = decayed, every(ONE)
         at = token * width
         value_0 = load_first(values, at + column, value_dim - column)
         value_1 = load_first(values, at + one, value_dim - one)
@@ -292,7 +313,9 @@ def _advance_strip(
         result_0, result_1, result_2, result_3 = every(ZERO), every(ZERO), every(ZERO), every(ZERO)
         for r in range(key_dim):
             at = r * STRIP
-            factor, read, later_read = every(key[r]), every(query[r]), every(later[r])
+            factor, read, later_read = every(key[r]), every(query[r]), every(known_key[r])
+            if by_key:
+                decay = every(lasting[r])
             state_0 = fma(factor, delta_0, load(matrix, at) * decay)
             state_1 = fma(factor, delta_1, load(matrix, at + WIDTH) * decay)
             state_2 = fma(factor, delta_2, load(matrix, at + 2 * WIDTH) * decay)
@@ -327,9 +350,10 @@ def gated_norm(
     weight: Floats,  # [num_norms * size]
     eps: float,
     gates_first: int,
+    by_sigmoid: int,  # gates are sigmoids, and not SiLUs
     out: Numbers,  # [num_rows, num_norms * size]
 ) -> None:
-    """RMS norms of neighbouring numbers, gated by a SiLU after the norm, or before it."""
+    """RMS norms of neighbouring numbers, gated after the norm, or before it by SiLUs."""
     for row in range(first, end):
         for norm in range(num_norms):
             start = norm * size
@@ -352,5 +376,6 @@ def gated_norm(
                 number = number * load_first(weight, start + i, count)
                 if not gates_first:
                     gate = load_first(gates, gate_at + i, count)
-                    number = number * (gate * sigmoid(gate))
+                    share = sigmoid(gate)
+                    number = number * (share if by_sigmoid else gate * share)
                 store_first(out, at + i, number, count)

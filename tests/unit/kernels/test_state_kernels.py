@@ -31,7 +31,9 @@ def no_progress(done: int, total: int) -> None:
 class Case:
     """A layer over a pool whose free blocks hold NaN."""
 
-    def __init__(self, name: str, dtype: torch.dtype, *, corrects: bool = True) -> None:
+    def __init__(
+        self, name: str, dtype: torch.dtype, *, corrects: bool = True, by_key: bool = False
+    ) -> None:
         shape, block_bytes = SHAPES[name]
         self.shape = shape
         self.layout = state_layout(shape, LAYERS, block_bytes, dtype.itemsize)
@@ -46,12 +48,14 @@ class Case:
         def numbers(*size: int) -> Tensor:
             return torch.randn(size, generator=generator)
 
+        num_steps = heads * shape.key_dim if by_key else heads
         self.gates = Gates(
             to_steps=channels + width,
-            to_betas=channels + width + heads if corrects else None,
-            rates=-8 * torch.rand(heads, generator=generator),
-            biases=numbers(heads),
+            to_betas=channels + width + num_steps if corrects else None,
+            rates=-8 * torch.rand(num_steps, generator=generator),
+            biases=numbers(num_steps),
             limits=(0.0, float("inf")) if corrects else (0.1, 2.0),
+            num_betas=heads if by_key else None,
         )
         self.weights = StateWeights(
             taps=numbers(shape.num_groups, shape.num_taps, shape.num_channels),
@@ -67,8 +71,9 @@ class Case:
             to_gates=channels,
             num_norms=heads if corrects else 1,
             gates_first=not corrects,
+            by_sigmoid=by_key,
         )
-        self.num_columns = channels + width + 2 * heads
+        self.num_columns = channels + width + num_steps + heads
         self.generator = generator
 
     def inputs(self, num_tokens: int) -> Tensor:
@@ -99,10 +104,12 @@ class Case:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("corrects", [True, False])
+@pytest.mark.parametrize(
+    "kind", [{"corrects": True}, {"corrects": False}, {"by_key": True}], ids=str
+)
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_layer_with_a_state_is_its_reference(name, corrects, dtype):
-    case = Case(name, dtype, corrects=corrects)
+def test_a_layer_with_a_state_is_its_reference(name, kind, dtype):
+    case = Case(name, dtype, **kind)
     x = case.inputs(37)
     pool = case.pool.clone()
     ours, expected = case.compute(x, (0, 37, 0, 0)), case.expected(x, pool)
@@ -118,9 +125,10 @@ def test_a_layer_with_a_state_is_its_reference(name, corrects, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("by_key", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
-def test_no_cut_crowd_or_thread_changes_a_bit(name, dtype):
-    case = Case(name, dtype)
+def test_no_cut_crowd_or_thread_changes_a_bit(name, by_key, dtype):
+    case = Case(name, dtype, by_key=by_key)
     x, others = case.inputs(60), case.inputs(60)
     whole = case.compute(x, (0, 60, 0, 0))
     state = case.pool[list(case.blocks(0))].clone()
@@ -134,8 +142,9 @@ def test_no_cut_crowd_or_thread_changes_a_bit(name, dtype):
     assert torch.equal(case.pool[list(case.blocks(0))].nan_to_num(), state.nan_to_num())
 
 
-def test_a_token_that_the_state_has_already_is_read_again_with_the_same_bits():
-    case = Case("small", torch.float32)
+@pytest.mark.parametrize("by_key", [False, True])
+def test_a_token_that_the_state_has_already_is_read_again_with_the_same_bits(by_key):
+    case = Case("small", torch.float32, by_key=by_key)
     x = case.inputs(9)
     whole = case.compute(x, (0, 9, 0, 0))
     state = case.pool.clone()

@@ -47,7 +47,7 @@ STATES: dict[str, tuple[str, dict[str, Any]]] = {
         kind: (kind, {})
         for kind in (
             "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe",
-            "granitemoehybrid", "lfm2_moe",
+            "granitemoehybrid", "lfm2_moe", "kimi_linear",
         )
     },
     "lfm2": ("lfm2", {}),
@@ -68,6 +68,13 @@ STATES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "use_conv_bias": False, "n_groups": 1,
             "layers_block_type": ("linear_attention", "mlp", "full_attention", "mlp"),
+        },
+    ),
+    "kimi-linear with latent queries": (
+        "kimi_linear",
+        {
+            "q_lora_rank": 16, "linear_conv_kernel_dim": 3, "num_shared_experts": 2,
+            "mlp_layer_types": ("sparse", "dense", "sparse", "dense"), "moe_renormalize": False,
         },
     ),
     "lfm2 with experts": (

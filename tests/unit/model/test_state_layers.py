@@ -35,7 +35,7 @@ from tests.support.thread_ranks import on_all, thread_ranks
 
 STATES = (
     "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid", "lfm2", "nemotron_h",
-    "lfm2_moe",
+    "lfm2_moe", "kimi_linear",
 )  # fmt: skip
 CLOSE = 2e-4  # transformers' own error is about as large
 
@@ -80,6 +80,8 @@ def test_a_row_has_the_same_bits_whole_in_chunks_and_in_a_crowd(kind, dtype):
 def test_bf16_logits_are_as_near_to_fp32_as_those_of_transformers(kind):
     """Without a choice of experts, because near ties differ in bf16."""
     folder = foreign_folder(kind)
+    if kind == "kimi_linear":
+        folder = foreign_folder(kind, mlp_layer_types=("dense",) * 4)
     if "moe" in kind.split("_") or kind == "qwen3_next":
         folder = foreign_folder(kind, num_experts_per_tok=8)
     exact = reference(folder)
@@ -101,7 +103,7 @@ def test_plain_torch_computes_the_same(kind):
     assert_close(again, found[-1:])
 
 
-@pytest.mark.parametrize("kind", STATES)
+@pytest.mark.parametrize("kind", [kind for kind in STATES if kind != "kimi_linear"])
 def test_ranks_together_compute_what_one_computes(kind):
     config = compute_config(foreign_folder(kind))
 
@@ -227,6 +229,22 @@ def test_experts_of_lfm2_without_biases_are_refused(tmp_path):
         read_decoder_config(changed(tmp_path, "lfm2_moe", use_expert_bias=False))
 
 
+def test_kimi_linear_is_read_by_the_names_of_its_first_folders(tmp_path):
+    of_layers = {
+        "full_attn_layers": [2], "kda_layers": [1, 3, 4], "head_dim": 24, "num_heads": 4,
+        "short_conv_kernel_size": 4,
+    }  # fmt: skip
+    absent = ("layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads")
+    folder = changed(
+        tmp_path, "kimi_linear", absent, linear_attn_config=of_layers, first_k_dense_replace=1,
+        moe_router_activation_func="sigmoid",
+    )  # fmt: skip
+    assert read_decoder_config(folder) == read_decoder_config(foreign_folder("kimi_linear"))
+    of_layers["kda_layers"] = [1, 3]
+    with pytest.raises(ConfigError, match="linear_attn_config must name each layer"):
+        read_decoder_config(changed(tmp_path / "2", folder, linear_attn_config=of_layers))
+
+
 def test_lfm2_is_read_by_the_names_of_its_first_folders(tmp_path):
     folder = changed(
         tmp_path, "lfm2", ("layer_types", "intermediate_size", "tie_word_embeddings"),
@@ -235,8 +253,11 @@ def test_lfm2_is_read_by_the_names_of_its_first_folders(tmp_path):
     assert read_decoder_config(folder) == read_decoder_config(foreign_folder("lfm2"))
 
 
-def test_ranks_cannot_share_one_group_of_keys():
-    config = compute_config(foreign_folder("granitemoehybrid", mamba_n_groups=1))
+@pytest.mark.parametrize(
+    ("kind", "fields"), [("granitemoehybrid", {"mamba_n_groups": 1}), ("kimi_linear", {})]
+)
+def test_ranks_cannot_share_one_group_of_keys(kind, fields):
+    config = compute_config(foreign_folder(kind, **fields))
     with pytest.raises(ConfigError, match="states of 1 groups"):
         plan_rank(config, 2)
 
