@@ -46,16 +46,21 @@ def latent_decode_attention(
     context_lens: Tensor,  # [batch] int32
     scale: float,
     rotated: int,  # numbers at the end of a row that are no values
+    *,
+    of_slots: bool = False,
 ) -> Tensor:
     """Return the attention of one new token per sequence, `[batch, num_heads, latent]`.
 
     A row of length 0, the padding of a captured graph, gives zeros. There is room for as many
-    splits as the table has, so tables should be no wider than the batch needs.
+    splits as the table has, so tables should be no wider than the batch needs. Tables `of_slots`
+    name the slot of each key, and may be more than a batch of sequences.
     """
-    sizes = _sizes(q, pool, block_tables, rotated)
+    sizes = _sizes(q, pool, block_tables[:MAX_BATCH] if of_slots else block_tables, rotated)
     (batch, heads, _), latent = q.shape, sizes["LATENT"]
-    num_splits = triton.cdiv(block_tables.shape[1] * pool.shape[4], ORDERED_SPLIT)
-    count = min(batch, max(1, WORKSPACE // (4 * heads * num_splits * (latent + 2))))
+    per_entry = 1 if of_slots else pool.shape[4]
+    num_splits = triton.cdiv(block_tables.shape[1] * per_entry, ORDERED_SPLIT)
+    count = min(batch, MAX_BATCH, WORKSPACE // (4 * heads * num_splits * (latent + 2)))
+    count = max(1, count)
     partial = q.new_empty((count, heads, num_splits, latent), dtype=torch.float32)
     sums = q.new_empty((count, heads, num_splits, 2), dtype=torch.float32)
     out = q.new_empty((batch, heads, latent))
@@ -65,7 +70,7 @@ def latent_decode_attention(
         _latent_split_kernel[(num_programs(q.device, 1),)](
             q[own], pool, block_tables[own], lens, partial, sums, out[own], len(lens), num_splits,
             layer * pool.stride(2), scale * LOG2_E, q.stride(0), pool.stride(0),
-            block_tables.stride(0), HEADS=heads, MAX_BATCH=MAX_BATCH, **sizes,
+            block_tables.stride(0), HEADS=heads, MAX_BATCH=MAX_BATCH, OF_SLOTS=of_slots, **sizes,
         )  # fmt: skip
         if num_splits > 1:
             _latent_merge_kernel[(len(lens), heads)](
@@ -146,6 +151,7 @@ def _latent_split_kernel(
     stride_table: tl.tensor,
     HEADS: tl.constexpr,
     MAX_BATCH: tl.constexpr,
+    OF_SLOTS: tl.constexpr,
     LATENT: tl.constexpr,
     ROTATED: tl.constexpr,
     DIM: tl.constexpr,
@@ -175,8 +181,8 @@ def _latent_split_kernel(
             q_ptr + sequence.to(tl.int64) * stride_q + head * (LATENT + ROTATED), own,
             pool_ptr + layer_offset, table_ptr + sequence.to(tl.int64) * stride_table,
             split * SPLIT, tl.minimum(split * SPLIT + SPLIT, context_len),
-            tl.full((ROWS,), 0, tl.int32) + context_len - 1, scale_log2, stride_block, LATENT,
-            ROTATED, DIM, TURN, ROWS, BLOCK_SIZE, KEYS, UPCAST,
+            tl.full((ROWS,), 0, tl.int32) + context_len - 1, scale_log2, stride_block, OF_SLOTS,
+            LATENT, ROTATED, DIM, TURN, ROWS, BLOCK_SIZE, KEYS, UPCAST,
         )  # fmt: skip
         line = sequence.to(tl.int64) * HEADS + head
         d = tl.arange(0, DIM)
@@ -278,8 +284,8 @@ def _latent_prefill_kernel(
         m_next, norm_next, acc_next = _attend(
             q_ptr + line * stride_q + head * (LATENT + ROTATED), own, pool_ptr + layer_offset,
             table_ptr + sequence.to(tl.int64) * stride_table, start,
-            tl.minimum(start + SPLIT, end), last, scale_log2, stride_block, LATENT, ROTATED, DIM,
-            TURN, ROWS, BLOCK_SIZE, KEYS, UPCAST,
+            tl.minimum(start + SPLIT, end), last, scale_log2, stride_block, False, LATENT, ROTATED,
+            DIM, TURN, ROWS, BLOCK_SIZE, KEYS, UPCAST,
         )  # fmt: skip
         m, norm, acc = merge(m, norm, acc, m_next, norm_next, acc_next)
     d = tl.arange(0, DIM)
@@ -299,6 +305,7 @@ def _attend(
     last: tl.tensor,
     scale_log2: tl.tensor,
     stride_block: tl.tensor,
+    OF_SLOTS: tl.constexpr,
     LATENT: tl.constexpr,
     ROTATED: tl.constexpr,
     DIM: tl.constexpr,
@@ -322,10 +329,15 @@ def _attend(
     norm = tl.zeros((ROWS, 16), tl.float32)
     acc = tl.zeros((ROWS, DIM), tl.float32)
     ones = tl.full((KEYS, 16), 1.0, q.dtype)
-    blocks = load_blocks(table, start, end, BLOCK_SIZE, KEYS)
+    per_entry: tl.constexpr = 1 if OF_SLOTS else BLOCK_SIZE
+    blocks = load_blocks(table, start, end, per_entry, KEYS)
     for tile in range(start, end, KEYS):
-        rows = slot_rows(blocks, tile, stride_block, BLOCK_SIZE, LATENT + ROTATED, KEYS)
-        blocks = load_blocks(table, tile + KEYS, end, BLOCK_SIZE, KEYS)
+        if OF_SLOTS:
+            rows = (blocks // BLOCK_SIZE).to(tl.int64) * stride_block
+            rows += blocks % BLOCK_SIZE * (LATENT + ROTATED)
+        else:
+            rows = slot_rows(blocks, tile, stride_block, BLOCK_SIZE, LATENT + ROTATED, KEYS)
+        blocks = load_blocks(table, tile + KEYS, end, per_entry, KEYS)
         n = tile + tl.arange(0, KEYS)
         k = load_rows(pool_ptr + rows[:, None] + d, n < end, LATENT, DIM, True)
         k_turned = load_rows(pool_ptr + rows[:, None] + LATENT + r, n < end, ROTATED, TURN, True)

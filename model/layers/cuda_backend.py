@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from baton.kernels import reference
+from baton.kernels import reference, sparse_reference
 from baton.kernels.constants import SILU, Gate
 from baton.kernels.cuda.decode_attention import paged_decode_attention
 from baton.kernels.cuda.grouped_product import add_experts
@@ -26,8 +26,16 @@ from baton.kernels.cuda.paged import BLOCK_SIZES, HEAD_DIMS, LEAST_CAPABILITY, M
 from baton.kernels.cuda.pool_writes import rope_and_store
 from baton.kernels.cuda.prefill_attention import paged_prefill_attention
 from baton.kernels.cuda.rows import add_rms_norm, gate_mul
+from baton.kernels.cuda.sparse_attention import MAX_HEAD_DIM, MAX_HEADS, choose_keys
 from baton.kernels.state_reference import StateWeights
-from baton.model.layers.attention import PLAIN_KEYS, Batch, Scoring, pool_suffix
+from baton.model.layers.attention import (
+    PLAIN_KEYS,
+    Batch,
+    IndexPool,
+    Scoring,
+    Tables,
+    pool_suffix,
+)
 from baton.protocol.errors import InvariantBroken
 
 
@@ -42,6 +50,7 @@ class CudaBackend:
         eps: float,
         *,
         is_ordered: bool = False,
+        index: IndexPool | None = None,
     ) -> None:
         """`is_ordered` merges keys in one order, so a row's bits do not depend on the batch."""
         self.name = ("triton-ordered" if is_ordered else "triton") + pool_suffix(pool)
@@ -54,16 +63,24 @@ class CudaBackend:
         self.scoring = Scoring(self.head_dim**-0.5)
         self.table_blocks = -(-len(tables[0]) // self.block_size)
         self.keys = PLAIN_KEYS
+        self._index = index
         self._angles = [table.to(pool.device).contiguous() for table in tables]
 
     def begin(self, batch: Batch) -> None:
         assert batch.tables is not None, "the kernels read tables on the device"
         self._positions, self._slots, self._tables = batch.positions, batch.slots, batch.tables
+        if self._index is not None:
+            self._sequences = _sequences(batch.tables, batch.num_tokens)
+            # A token of padding is not stored, and sees nothing.
+            seen = torch.where(batch.slots < 0, 0, batch.positions + 1)
+            self._num_seen = seen.to(torch.int32)
 
     def attend(
         self, layer: int, qkv: Tensor, head_norms: Tensor | None, rows: Tensor | None = None
     ) -> Tensor:
         q = self._stored(layer, qkv.view(len(qkv), -1, self.head_dim), head_norms)
+        if self._index is not None:
+            return self._attend_chosen(q, layer, self._index.num_chosen, rows)
         decode: Callable[..., Tensor]
         prefill: Callable[..., Tensor]
         if self.pool.shape[3] == 1:
@@ -111,10 +128,28 @@ class CudaBackend:
         raise InvariantBroken("a GPU was given a model whose layers keep a state")
 
     def choose(self, layer: int, heads: Tensor, weights: Tensor) -> None:
-        raise InvariantBroken("a GPU was given a model whose layers choose keys")
+        index = self._index
+        assert index is not None, "the model has an index"
+        own = heads.view(len(heads), index.num_heads + 1, -1)
+        q = turn_and_store(own, self._positions, self._angles[0], index.keys, layer, self._slots)
+        self._chosen = choose_keys(
+            q, weights, index.keys, layer, self._tables.blocks, self._sequences, self._num_seen,
+            index.num_chosen,
+        )  # fmt: skip
+
+    def _attend_chosen(self, q: Tensor, layer: int, num_chosen: int, rows: Tensor | None) -> Tensor:
+        """Return the attention of queries to the keys that were chosen last, each by itself."""
+        chosen, num_seen = self._chosen, self._num_seen.clamp(max=num_chosen)
+        if rows is not None:
+            q, chosen, num_seen = q[rows], chosen[rows], num_seen[rows]
+        out = latent_decode_attention(
+            q, self.pool, layer, chosen, num_seen, self.scoring.scale, self._angles[0].shape[1],
+            of_slots=True,
+        )  # fmt: skip
+        return out.flatten(1)
 
     def layer_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
-        raise InvariantBroken("a GPU was given a model whose layers choose keys")
+        return sparse_reference.layer_norm(x, norm, eps)
 
     def sigmoid_mul(self, x: Tensor, gates: Tensor) -> Tensor:
         raise InvariantBroken("a GPU was given a model whose layers keep a state")
@@ -132,6 +167,29 @@ class CudaBackend:
 
     def add_experts(self, rows: Tensor, weights: Tensor) -> Tensor:
         return add_experts(rows, weights)
+
+
+def _sequences(tables: Tables, num_tokens: int) -> Tensor:
+    """Return the sequence of each row of a batch, `[num_tokens]` int32; padding has any."""
+    rows = torch.arange(num_tokens, dtype=torch.int32, device=tables.blocks.device)
+    decoding = tables.num_decoding
+    if decoding == len(tables.blocks):
+        return rows
+    later = torch.searchsorted(
+        tables.query_starts[1:], rows[decoding:] - decoding, right=True, out_int32=True
+    )
+    later = later.clamp(max=len(tables.blocks) - decoding - 1) + decoding
+    return torch.cat((rows[:decoding], later))
+
+
+def missing_for_index(num_heads: int, head_dim: int) -> str:
+    """Return why the kernels cannot serve this index of sparse attention; empty if they can."""
+    if num_heads <= MAX_HEADS and head_dim <= MAX_HEAD_DIM:
+        return ""
+    return (
+        f"an index of {num_heads} heads of {head_dim} has no CUDA kernel (index_n_heads and "
+        f"index_head_dim may be up to {MAX_HEADS} and {MAX_HEAD_DIM})"
+    )
 
 
 def missing_for(

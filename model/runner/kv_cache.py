@@ -50,6 +50,12 @@ class KVCache:
         self.states = states
         self.index_keys = index_keys
 
+    @property
+    def blocks(self) -> Tensor:
+        """Return all that blocks hold, `[num_blocks, numbers]`."""
+        size = self.pool.stride(0)
+        return self.pool.as_strided((len(self.pool), size), (size, 1))
+
     def write_generations(self, generations: Sequence[tuple[int, int]]) -> None:
         """Write new owners' generations before their first store, so that readers notice them."""
         for block, generation in generations:
@@ -57,9 +63,7 @@ class KVCache:
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         for source, target in copies:
-            self.pool[target].copy_(self.pool[source])
-            if self.index_keys is not None:
-                self.index_keys[target].copy_(self.index_keys[source])
+            self.blocks[target].copy_(self.blocks[source])
 
 
 def host_cache(
@@ -71,24 +75,36 @@ def host_cache(
 ) -> KVCache:
     """Return the cache whose blocks are the host pool's own bytes."""
     blocks = torch.frombuffer(host.buffer, dtype=dtype).view(shape[0], -1)
-    if index_shape is None:
-        return KVCache(blocks.view(*shape), host.generations, states)
-    num_numbers = prod(shape[1:])
-    rows, keys = blocks[:, :num_numbers], blocks[:, num_numbers:]
-    return KVCache(rows.view(*shape), host.generations, states, keys.view(*index_shape))
+    pool, index_keys = _parts(blocks, shape, index_shape)
+    return KVCache(pool, host.generations, states, index_keys)
 
 
 def device_cache(
-    shape: Sequence[int], dtype: torch.dtype, device: torch.device, table: HostPool | None = None
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    table: HostPool | None = None,
+    index_shape: Sequence[int] | None = None,
 ) -> KVCache:
     """Return a cache in device memory, with spare blocks after its own.
 
     Its generations are in `table`, where readers on this host see them, or without a table, in
     memory of this process.
     """
-    whole = torch.zeros((shape[0] + SPARE_BLOCKS, *shape[1:]), dtype=dtype, device=device)
+    numbers = prod(shape[1:]) + (0 if index_shape is None else prod(index_shape[1:]))
+    whole = torch.zeros((shape[0] + SPARE_BLOCKS, numbers), dtype=dtype, device=device)
     generations = np.zeros(shape[0], np.uint32) if table is None else table.generations
-    return KVCache(whole[: shape[0]], generations)
+    pool, index_keys = _parts(whole[: shape[0]], shape, index_shape)
+    return KVCache(pool, generations, index_keys=index_keys)
+
+
+def _parts(
+    blocks: Tensor, shape: Sequence[int], index_shape: Sequence[int] | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the keys and values of blocks, `[num_blocks, numbers]`, and the keys of an index."""
+    end = prod(shape[1:])
+    pool = blocks[:, :end].view(*shape)
+    return pool, None if index_shape is None else blocks[:, end:].view(*index_shape)
 
 
 def pool_shape(

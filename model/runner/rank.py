@@ -439,11 +439,13 @@ def _on_gpu(
     def runner_over(num_blocks: int, generations: HostPool | None = None) -> Runner:
         shape = pool_shape(plan.decoder, config.cache, ranks.size, num_blocks, plan.pool_dtype)
         with shareable_memory():
-            cache = device_cache(shape, plan.pool_dtype, plan.device, generations)
+            of_index = index_shape(plan.decoder, config.cache, num_blocks)
+            cache = device_cache(shape, plan.pool_dtype, plan.device, generations, of_index)
         num_heads, _ = local_heads(plan.decoder, ranks.size)
         backend = CudaBackend(
-            cache.pool, num_heads, *_rotation(plan), is_ordered=config.engine.deterministic
-        )
+            cache.pool, num_heads, *_rotation(plan), is_ordered=config.engine.deterministic,
+            index=_index_pool(plan, cache),
+        )  # fmt: skip
         vocab = plan.decoder.vocab_size
         counts = DeviceCounts(plan.max_num_seqs, vocab, plan.device, penalize_counted)
         sampler = Sampler(plan.decoder.eos_token_ids, sample_tokens, _masks(plan), counts)
@@ -462,7 +464,7 @@ def _on_gpu(
     table = HostPool(plan.num_blocks, 0)
     runner = runner_over(plan.num_blocks, table)
     progress("kv pool", 1, 1)
-    pool = runner.cache.pool
+    pool = runner.cache.blocks
     memory = PoolMemory(
         pool.data_ptr(), plan.num_blocks, plan.layout.block_bytes, str(plan.device), SPARE_BLOCKS
     )
@@ -548,11 +550,13 @@ def _lacking_on_gpus(config: ClusterConfig, decoder: AnyConfig, num_ranks: int) 
         return f"layers of {decoder.family} with heads of several sizes have no CUDA kernel yet"
     if isinstance(decoder, DecoderConfig) and decoder.chunks is not None:
         return f"layers of {decoder.family} that attend within chunks have no CUDA kernel yet"
-    if isinstance(decoder, DecoderConfig) and decoder.index is not None:
-        return f"layers of {decoder.family} that choose keys by an index have no CUDA kernel yet"
     # Triton exists on Linux only and is slow to import: only a rank on a GPU needs it.
-    from baton.model.layers.cuda_backend import missing_for
+    from baton.model.layers.cuda_backend import missing_for, missing_for_index
 
+    if isinstance(decoder, DecoderConfig) and decoder.index is not None:
+        index = decoder.index
+        if missing := missing_for_index(index.num_heads, index.head_dim):
+            return missing
     shape = pool_shape(decoder, config.cache, num_ranks, 1, torch.bfloat16)
     rotary_dim = decoder.rotary_dim if isinstance(decoder, DecoderConfig) else 0
     capability = torch.cuda.get_device_capability(0)

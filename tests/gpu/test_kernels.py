@@ -121,6 +121,13 @@ def test_latent_attention_agrees_with_its_reference_and_keeps_its_bits(dtype, he
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("num_chosen", [100, 2048])
+def test_sparse_attention_agrees_with_its_reference_and_keeps_its_bits(dtype, num_chosen):
+    shape = replace(PROMPTS, num_heads=16, kv_heads=1, head_dim=576, dtype=dtype, planes=1)
+    cases.check_sparse(shape, "cuda", 64, cases.IndexShape(64, 128, num_chosen), 37)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("numel", [64, 4100, 1 << 19])
 def test_gathered_and_scattered_blocks_are_bit_equal(dtype, numel):
     cases.check_block_copy(numel, dtype, "cuda")

@@ -94,6 +94,8 @@ def cases() -> dict[str, Callable[[], object]]:
         found[f"latent bf16 {heads}"] = partial(_latent, bf16, heads)
     return found | {
         "latent fp32 16": partial(_latent, fp32, 16),
+        "sparse bf16": partial(_sparse, bf16),
+        "sparse fp32": partial(_sparse, fp32),
         "decode bf16 112": launch("decode", (bf16, 112)),
         "rope bf16": partial(_rope, bf16, norm=False),
         "rope bf16 norm": partial(_rope, bf16, norm=True),
@@ -138,6 +140,20 @@ def _latent(dtype: torch.dtype, heads: int) -> None:
     starts, lens = (torch.tensor(one, dtype=torch.int32) for one in ([0, 9], [1100]))
     kernels.latent_decode_attention(q[:1], pool, 1, tables, lens, 0.1, 64)
     kernels.latent_prefill_attention(q, pool, 1, tables, starts, lens, 0.1, 64)
+
+
+def _sparse(dtype: torch.dtype) -> None:
+    """The index of DeepSeek-V3.2, and the attention of a rank's heads to what it has chosen."""
+    from baton.kernels.cuda.latent_attention import latent_decode_attention
+    from baton.kernels.cuda.sparse_attention import choose_keys
+
+    rows, keys = (torch.empty(80, 1, 2, 1, 16, width).to(dtype) for width in (576, 128))
+    q, of_index = torch.empty(9, 16, 576, dtype=dtype), torch.empty(9, 65, 128, dtype=dtype)
+    tables, numbers = torch.zeros(1, 70, dtype=torch.int32), torch.zeros(9, dtype=torch.int32)
+    slots = choose_keys(
+        of_index[:, :-1], torch.empty(9, 64), keys, 1, tables, numbers, numbers, 2048
+    )
+    latent_decode_attention(q, rows, 1, slots, numbers, 0.1, 64, of_slots=True)
 
 
 def _norm() -> object:

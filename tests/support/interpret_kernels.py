@@ -14,10 +14,11 @@ from typing import ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
 from baton.model.config.decoder_config import DecoderConfig
-from baton.model.layers.attention import Batch
+from baton.model.layers.attention import Batch, IndexPool
 from baton.model.layers.cuda_backend import CudaBackend
 from baton.model.layers.rotary import rope_table
 from baton.model.runner.cuda_start import warm_up
@@ -79,7 +80,8 @@ def beside_the_cpu(folder: Path) -> dict[str, object]:
         tables = [rope_table(rope, decoder.rotary_dim, 128) for rope in ropes]
         pool = torch.zeros_like(cpu.cache.pool)
         NotingBackend.noted.clear()
-        backend = NotingBackend(pool, decoder.num_heads, tables, decoder.rms_norm_eps)
+        index = index_over(decoder, cpu.cache.index_keys)
+        backend = NotingBackend(pool, decoder.num_heads, tables, decoder.rms_norm_eps, index=index)
         cache = type(cpu.cache)(pool, cpu.cache.generations.copy())
         cuda = Runner(cpu.decoder, backend, cache, cpu.sampler, HostQueue(), monotonic)
         warm_up(cuda)
@@ -96,7 +98,12 @@ def beside_the_cpu(folder: Path) -> dict[str, object]:
             "two that decode": (one.chunk(38, 39), two.chunk(20, 21)),
         }
         ordered = CudaBackend(
-            torch.zeros_like(pool), decoder.num_heads, tables, decoder.rms_norm_eps, is_ordered=True
+            torch.zeros_like(pool),
+            decoder.num_heads,
+            tables,
+            decoder.rms_norm_eps,
+            is_ordered=True,
+            index=index_over(decoder, cpu.cache.index_keys),
         )
         cache = type(cpu.cache)(ordered.pool, cpu.cache.generations.copy())
         in_order = Runner(cpu.decoder, ordered, cache, cpu.sampler, HostQueue(), monotonic)
@@ -109,6 +116,14 @@ def beside_the_cpu(folder: Path) -> dict[str, object]:
     return {"errors": errors | {"what is stored": float(stored)}, "warm_up": warm}
 
 
+def index_over(decoder: DecoderConfig, keys: Tensor | None) -> IndexPool | None:
+    """An index like that over `keys`, with keys of its own."""
+    index = decoder.index
+    if index is None or keys is None:
+        return None
+    return IndexPool(torch.zeros_like(keys), index.num_heads, index.num_chosen)
+
+
 def models() -> dict[str, Path]:
     shape = {
         "num_layers": 2, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96,
@@ -116,6 +131,9 @@ def models() -> dict[str, Path]:
     }  # fmt: skip
     with warnings.catch_warnings(action="ignore"):
         latent = foreign_folder("deepseek_v3", num_hidden_layers=2, n_routed_experts=4)
+        sparse = foreign_folder(
+            "glm_moe_dsa", num_hidden_layers=2, n_routed_experts=4, indexer_types=("full", "shared")
+        )
         kinds = ("sliding_attention", "full_attention")
         few = {"num_hidden_layers": 2, "head_dim": 32, "sliding_window": 16, "layer_types": kinds}
         others = {
@@ -123,7 +141,7 @@ def models() -> dict[str, Path]:
         }
     heads = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
     dense = model_folder("qwen3", **shape, **heads)  # type: ignore[arg-type]
-    return {"dense": dense, "latent": latent, **others}
+    return {"dense": dense, "latent": latent, "sparse": sparse, **others}
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ import torch
 from baton.kernels.constants import GELU_TANH, Gate
 from tools.gpu.kernel_cases import (
     AttentionShape,
+    IndexShape,
     check_add_experts,
     check_add_rms_norm,
     check_block_copy,
@@ -28,6 +29,7 @@ from tools.gpu.kernel_cases import (
     check_proof,
     check_rope_store,
     check_sampling,
+    check_sparse,
     check_turn_store,
 )
 
@@ -110,6 +112,24 @@ def interpreter_cases() -> dict[str, Callable[[], str]]:
             "cpu",
             16,
             2,
+        ),
+        "sparse fp32": lambda: check_sparse(
+            _with(latent, contexts=(1060, 23), queries=(3, 7)), "cpu", 8, IndexShape(6, 24, 20), 2
+        ),
+        "sparse bf16": lambda: check_sparse(
+            _with(
+                latent,
+                dtype=bf16,
+                num_heads=20,
+                contexts=(1100, 9),
+                queries=(2, 1),
+                head_dim=48,
+                block_size=64,
+            ),
+            "cpu",
+            16,
+            IndexShape(64, 128, 600),
+            1,
         ),
         "latent store": lambda: check_turn_store(_with(rope, head_dim=40), "cpu", 8),
         "latent store bf16": lambda: check_turn_store(

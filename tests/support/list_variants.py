@@ -23,8 +23,10 @@ from baton.kernels.cuda.sampling import sample_tokens
 from baton.kernels.cuda.token_counts import penalize_counted
 from baton.model.config.latent_config import LatentConfig
 from baton.model.config.rope_config import Rope
+from baton.model.layers.attention import IndexPool
 from baton.model.layers.cuda_backend import CudaBackend
 from baton.model.layers.decoder import Decoder
+from baton.model.layers.key_index import KeyIndex
 from baton.model.layers.latent_attention import LatentAttention
 from baton.model.layers.linear import Linear
 from baton.model.layers.mlp import DenseMlp, StackedExperts
@@ -46,6 +48,7 @@ from tools.gpu.floors import Shape
 # The heads of Qwen3-8B; what only linear layers see is small.
 SHAPE = Shape("thin", 256, 96, 2, 32, 8, 128, 640, is_tied=True)
 LATENT = LatentConfig(None, 512, 128, 64, 128, is_interleaved=True)
+INDEX_HEADS, INDEX_DIM, NUM_CHOSEN = 64, 128, 2048
 NUM_BLOCKS, BLOCK_SIZE, MAX_LEN, MAX_SEQS = 48, 16, 4096, 64
 NUM_BATCHES = 200
 
@@ -74,7 +77,7 @@ class Variants:
         return True
 
 
-def runner(queue: RecordingQueue, *, is_ordered: bool, is_latent: bool) -> Runner:
+def runner(queue: RecordingQueue, *, is_ordered: bool, is_latent: bool, is_sparse: bool) -> Runner:
     dtype, device = torch.bfloat16, queue.device
     stored = (SHAPE.num_kv_heads, SHAPE.num_layers, 2, BLOCK_SIZE, SHAPE.head_dim)
     if is_latent:
@@ -83,12 +86,18 @@ def runner(queue: RecordingQueue, *, is_ordered: bool, is_latent: bool) -> Runne
     cache = KVCache(pool, np.zeros(NUM_BLOCKS, np.uint32))
     rotated = LATENT.qk_rope_head_dim if is_latent else SHAPE.head_dim
     table = rope_table(Rope(1e6), rotated, MAX_LEN)
-    backend = CudaBackend(cache.pool, SHAPE.num_heads, [table], 1e-6, is_ordered=is_ordered)
+    keys = torch.empty(
+        (NUM_BLOCKS, 1, SHAPE.num_layers, 1, BLOCK_SIZE, INDEX_DIM), dtype=dtype, device=device
+    )
+    index = IndexPool(keys, INDEX_HEADS, NUM_CHOSEN) if is_sparse else None
+    backend = CudaBackend(
+        cache.pool, SHAPE.num_heads, [table], 1e-6, is_ordered=is_ordered, index=index
+    )
     decoder = random_decoder(SHAPE, dtype, device)
     if is_ordered:
         decoder = with_ordered_products(decoder)
     if is_latent:
-        decoder = with_latent_attention(decoder, device)
+        decoder = with_latent_attention(decoder, device, is_sparse=is_sparse)
     decoder = with_experts(decoder, grouped_product, 16)
     counts = DeviceCounts(MAX_SEQS, SHAPE.vocab_size, device, penalize_counted)
     sampler = Sampler((2,), sample_tokens, counts=counts)
@@ -111,17 +120,33 @@ def with_ordered_products(decoder: Decoder) -> Decoder:
     return replace(decoder, layers=layers, head=ordered(decoder.head))
 
 
-def with_latent_attention(decoder: Decoder, device: torch.device) -> Decoder:
+def with_latent_attention(decoder: Decoder, device: torch.device, *, is_sparse: bool) -> Decoder:
     def empty(*sizes: int) -> torch.Tensor:
         return torch.empty(sizes, dtype=torch.bfloat16, device=device)
 
     heads, rank = SHAPE.num_heads, LATENT.kv_lora_rank
-    first = Linear(empty(heads * LATENT.qk_head_dim + LATENT.row_dim, SHAPE.hidden_size))
+    queries, index_dim = heads * LATENT.qk_head_dim, INDEX_DIM if is_sparse else 0
+    first = Linear(empty(queries + LATENT.row_dim + index_dim, SHAPE.hidden_size))
     keys = StackedExperts(empty(heads, rank, LATENT.qk_nope_head_dim), grouped_product)
     values = StackedExperts(empty(heads, LATENT.v_head_dim, rank), grouped_product)
-    latent = LatentAttention(LATENT, heads, None, None, empty(rank), keys, values)
-    kinds = {"qkv": first, "head_norms": None, "latent": latent}
-    layers = tuple(replace(layer, **kinds) for layer in decoder.layers)  # type: ignore[arg-type]
+    index = KeyIndex(
+        number=0,
+        num_heads=INDEX_HEADS,
+        head_dim=INDEX_DIM,
+        queries=Linear(empty(INDEX_HEADS * INDEX_DIM, queries)),
+        key_norm=empty(2, INDEX_DIM).float(),
+        weights=Linear(empty(INDEX_HEADS, SHAPE.hidden_size).float()),
+    )
+    latent = LatentAttention(LATENT, heads, None, None, empty(rank), keys, values, None)
+    kinds = {"qkv": first, "head_norms": None}
+    layers = tuple(
+        replace(
+            layer,
+            latent=replace(latent, index=replace(index, number=number) if is_sparse else None),
+            **kinds,  # type: ignore[arg-type]
+        )
+        for number, layer in enumerate(decoder.layers)
+    )
     return replace(decoder, layers=layers)
 
 
@@ -153,13 +178,17 @@ def batch(luck: random.Random, step: int) -> StepPlan:
 
 
 def steps_of(
-    *, is_ordered: bool = False, is_latent: bool = False, with_graphs: bool = False
+    *,
+    is_ordered: bool = False,
+    is_latent: bool = False,
+    is_sparse: bool = False,
+    with_graphs: bool = False,
 ) -> dict[str, object]:
     """Warm a rank up, launch random batches, and return what was seen."""
     variants = Variants()
     triton.knobs.runtime.jit_cache_hook = variants.note
     queue = RecordingQueue("meta")
-    rank = runner(queue, is_ordered=is_ordered, is_latent=is_latent)
+    rank = runner(queue, is_ordered=is_ordered, is_latent=is_latent, is_sparse=is_sparse)
     prepare(rank, buckets_up_to(MAX_SEQS, 512) if with_graphs else (), lambda *_: None)
     after_warm_up = set(variants.found)
     luck = random.Random(0)
@@ -192,8 +221,10 @@ def main() -> None:
         "eager": steps_of(),
         "ordered": steps_of(is_ordered=True),
         "latent": steps_of(is_latent=True),
+        "sparse": steps_of(is_latent=True, is_sparse=True),
         "graphs": steps_of(with_graphs=True),
         "latent graphs": steps_of(is_latent=True, with_graphs=True),
+        "sparse graphs": steps_of(is_latent=True, is_sparse=True, with_graphs=True),
     }
     print(json.dumps(said))
 

@@ -111,6 +111,9 @@ KERNELS: dict[str, Work] = {
     "latent attention": lambda _, shape, device: cases.check_latent(
         _latent(shape), device, shape.head_dim // 2, 37
     ),
+    "sparse attention": lambda _, shape, device: cases.check_sparse(
+        _latent(shape), device, shape.head_dim // 2, cases.IndexShape(64, 128, 256), 37
+    ),
     "gather and scatter of blocks": lambda model, _, device: cases.check_block_copy(
         model.block_values, BF16, device
     ),

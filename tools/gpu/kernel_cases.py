@@ -285,6 +285,89 @@ def check_latent(shape: AttentionShape, device: str, rotated: int, every: int) -
         return assert_equal_bits(decoded(rows, owners, lens), together)
 
 
+@dataclass(frozen=True, slots=True)
+class IndexShape:
+    num_heads: int
+    head_dim: int
+    num_chosen: int
+
+
+def check_sparse(
+    shape: AttentionShape, device: str, rotated: int, index: IndexShape, every: int
+) -> str:
+    """What queries see and their attention to it are right, with the same bits in any batch."""
+    from baton.kernels import reference
+    from baton.kernels.cuda.latent_attention import latent_decode_attention
+    from baton.kernels.cuda.sparse_attention import choose_keys
+
+    case = attention_batch(shape, device)
+    scored = dataclasses.replace(shape, num_heads=index.num_heads, head_dim=index.head_dim)
+    own = attention_batch(scored, device)  # its keys lie in the same blocks
+    weights = torch.randn(len(own.q), index.num_heads, device=device)
+    counts = torch.tensor(shape.queries, device=device)
+    sequences = torch.arange(len(counts), device=device).repeat_interleave(counts).int()
+    last = case.query_starts[1:][sequences] - 1 - torch.arange(len(own.q), device=device)
+    num_seen = (case.context_lens[sequences] - last).int()
+
+    def chosen(rows: Tensor, weights: Tensor, q: Tensor = own.q) -> Tensor:
+        return choose_keys(
+            q[rows], weights[rows], own.pool, LAYER, case.block_tables, sequences[rows],
+            num_seen[rows], index.num_chosen,
+        )  # fmt: skip
+
+    def attended(rows: Tensor, slots: Tensor) -> Tensor:
+        seen = num_seen[rows].clamp(max=index.num_chosen)
+        return latent_decode_attention(
+            case.q[rows], case.pool, LAYER, slots, seen, case.scale, rotated, of_slots=True
+        )
+
+    rows = torch.arange(len(own.q), device=device)
+    slots = chosen(rows, weights)
+    masks = _seen_by(own, slots, weights, index.num_chosen)
+    whole = attended(rows, slots)
+    expected = reference.paged_prefill_attention(
+        case.q, case.pool, LAYER, case.block_tables, case.query_starts, case.context_lens,
+        case.scale, seen=masks,
+    )  # fmt: skip
+    assert_close(whole, expected[..., :-rotated].contiguous())
+    equal = chosen(rows, -weights.abs(), torch.zeros_like(own.q))
+    for mask in _seen_by(own, equal, torch.zeros_like(weights), index.num_chosen):
+        assert mask[:, : index.num_chosen].sum() == mask.sum(), "of equal keys, the first ones"
+    some = rows.flip(0)[::every]
+    with (
+        patch("baton.kernels.cuda.sparse_attention.WORKSPACE", 0),  # a token at a time
+        patch("baton.kernels.cuda.latent_attention.WORKSPACE", 0),
+    ):
+        again = attended(some, chosen(some, weights))
+    return assert_equal_bits(again, whole[some])
+
+
+def _seen_by(case: Batch, slots: Tensor, weights: Tensor, num_chosen: int) -> list[Tensor]:
+    """Return by sequence which keys each query sees, which are known to be among the best."""
+    from baton.kernels import sparse_reference
+
+    masks: list[Tensor] = []
+    size, starts = case.pool.shape[4], case.query_starts.tolist()
+    for i, length in enumerate(case.context_lens.tolist()):
+        rows = slice(starts[i], starts[i + 1])
+        keys = sparse_reference.paged_keys(case.pool, LAYER, case.block_tables[i], length)
+        scores = sparse_reference.index_scores(case.q[rows], weights[rows], keys)
+        best = sparse_reference.chosen_keys(scores, num_chosen)
+        places = torch.arange(length, device=slots.device)
+        table = case.block_tables[i].long()[places // size] * size + places % size
+        mask = torch.zeros_like(best)
+        for row, (own, right) in enumerate(zip(slots[rows], best, strict=True)):
+            count = int(right.sum())
+            found = (own[:count, None] == table).int().argmax(1)
+            assert torch.equal(table[found].int(), own[:count]), "slots of the sequence"
+            assert (found.diff() > 0).all(), "in the order of the keys"
+            mask[row, found] = True
+            worst, least = scores[row, found].min(), scores[row, right].min()
+            assert worst >= least - 1e-4 * scores[row].abs().max(), "the best keys"
+        masks.append(mask)
+    return masks
+
+
 def check_turn_store(shape: AttentionShape, device: str, rotated: int) -> str:
     """Queries and latent rows, scattered slots, and tokens of padding that are not stored."""
     from baton.kernels import reference

@@ -263,7 +263,7 @@ class Claim(msgspec.Struct, frozen=True):
 CLAIMS = (
     Claim("kernels = twins",
           r"(decode attention|prefill attention,|QK norm|add \+ norm|SiLU|gather and scatter"
-          r"|products of|sums of|latent|penalties|sampling: device = CPU|kernels beyond).*"),
+          r"|products of|sums of|latent|sparse|penalties|sampling: device = CPU|kernels beyond).*"),
     Claim("bits in any batch and chunking",
           r"(ordered|prefill attention: bits).*"),
     Claim("graph = eager", r"a replayed step has the bits.*"),

@@ -17,6 +17,11 @@ DENSE_KERNELS = {"_split_kernel", "_combine_kernel", "_prefill_kernel", "_rope_s
 LATENT_KERNELS = {
     "_latent_split_kernel", "_latent_merge_kernel", "_latent_prefill_kernel", "_turn_store_kernel",
 }  # fmt: skip
+SPARSE_KERNELS = {
+    "_latent_split_kernel", "_latent_merge_kernel", "_turn_store_kernel", "_index_scores_kernel",
+    "_take_best_kernel",
+}  # fmt: skip
+GRAPHS = ("graphs", "latent graphs", "sparse graphs")
 
 pytestmark = pytest.mark.timeout(300)  # far more than it takes on a machine that others use
 
@@ -33,7 +38,7 @@ def found():
 def test_the_kernels_behind_the_backend_give_the_same_logits(found):
     batches = ("a prompt", "decode beside a prompt", "two that decode")
     named = {*batches, *(f"{name}, in one order" for name in batches), "what is stored"}
-    assert len(found) == 5
+    assert len(found) == 6
     for one in found.values():
         errors = one["errors"]
         assert set(errors) == named
@@ -56,7 +61,7 @@ def launched():
         pytest.skip("Triton runs on Linux only")
     (line,) = said_by("tests.support.list_variants")
     said: dict[str, Any] = json.loads(line)
-    assert set(said) == {"eager", "ordered", "latent", "graphs", "latent graphs"}
+    assert set(said) == {"eager", "ordered", "latent", "sparse", *GRAPHS}
     return said
 
 
@@ -75,17 +80,21 @@ def test_warm_up_compiles_every_variant_that_random_batches_take(launched):
     latent = launched["latent"]
     assert latent["added"] == []
     assert set(latent["warm_up"]) == STEP_KERNELS - DENSE_KERNELS | LATENT_KERNELS
-    assert launched["graphs"]["added"] == launched["latent graphs"]["added"] == []
+    sparse = launched["sparse"]
+    assert sparse["added"] == []
+    assert set(sparse["warm_up"]) == STEP_KERNELS - DENSE_KERNELS | SPARSE_KERNELS
+    assert [launched[name]["added"] for name in GRAPHS] == [[]] * len(GRAPHS)
 
 
 @pytest.mark.release
 def test_no_launch_reads_the_host_and_a_replayed_one_only_sends_its_inputs(launched):
     """On `meta` nothing can be read; an operation that waits or mixes devices fails at once."""
     assert [found["copies"] for found in launched.values()] == [[1]] * len(launched)
-    converted = [found["converted"] for found in launched.values()]
-    assert converted == [[]] * len(launched), "logits are widened"
+    # An index weighs its heads in fp32.
+    converted = [found["converted"] for name, found in launched.items() if "sparse" not in name]
+    assert not any(converted), "logits are widened"
     # Into block tables, and into the counts of sequences that have just begun.
     written = {"index_copy_", "index_fill_"}
-    for graphs in (launched["graphs"], launched["latent graphs"]):
+    for graphs in (launched[name] for name in GRAPHS):
         assert graphs["num_replays"] > 30
         assert set(graphs["replayed"]) == written, "it allocates or computes"

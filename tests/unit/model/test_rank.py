@@ -88,11 +88,14 @@ def test_gpus_compute_latent_attention_for_rows_that_fit_their_kernels():
 
 
 @pytest.mark.usefixtures("with_gpu")
-def test_gpus_have_no_kernels_that_choose_keys():
-    config = compute_config(foreign_folder("deepseek_v32"))
+def test_gpus_choose_keys_by_indexes_that_fit_their_kernels():
+    config = compute_config(foreign_folder("deepseek_v32", index_n_heads=64, index_head_dim=128))
     config = with_values(config, {"engine.device": "cuda"})
-    with pytest.raises(ConfigError, match="choose keys by an index have no CUDA kernel yet"):
-        plan_rank(config, 1)
+    assert plan_rank(config, 1).device.type == "cuda"
+    for fields in ({"index_n_heads": 65}, {"index_head_dim": 136}):
+        large = with_values(config, {"model.path": str(foreign_folder("deepseek_v32", **fields))})
+        with pytest.raises(ConfigError, match=r"an index of .* has no CUDA kernel"):
+            plan_rank(large, 1)
 
 
 @pytest.mark.usefixtures("with_gpu")
