@@ -76,8 +76,7 @@ def beside_the_cpu(folder: Path) -> dict[str, object]:
     assert isinstance(decoder, DecoderConfig)
     errors: dict[str, float] = {}
     with loaded(config) as cpu:
-        ropes = [decoder.rope, decoder.local_rope or decoder.rope]
-        tables = [rope_table(rope, decoder.rotary_dim, 128) for rope in ropes]
+        tables = [rope_table(rope, width, 128) for rope, width in decoder.rotations]
         pool = torch.zeros_like(cpu.cache.pool)
         NotingBackend.noted.clear()
         index = index_over(decoder, cpu.cache.index_keys)

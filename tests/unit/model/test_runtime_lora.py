@@ -124,7 +124,9 @@ def test_models_without_adapters_have_no_room_for_them(family):
 
 def test_a_slot_of_the_form_for_gpus_is_written_in_place():
     model = model_folder("qwen2", num_layers=2)
-    adapter = read_adapter("mine", write_adapter(model, rank=4), read_decoder_config(model))
+    adapter = read_adapter(
+        "mine", write_adapter(model, ("q_proj",), rank=4), read_decoder_config(model)
+    )
     loader = LoraLoader((), torch.device("cpu"), torch.float32, LoraSpace(2, 8))
     name = "model.layers.0.self_attn.q_proj"
     site = LoraSite((name,), (slice(0, 128),), slice(0, 128))
