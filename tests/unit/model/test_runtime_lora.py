@@ -123,7 +123,7 @@ def test_models_without_adapters_have_no_room_for_them(family):
 
 
 def test_a_slot_of_the_form_for_gpus_is_written_in_place():
-    model = model_folder("qwen2", num_layers=2)
+    model = model_folder("qwen2", num_layers=1)
     adapter = read_adapter(
         "mine", write_adapter(model, ("q_proj",), rank=4), read_decoder_config(model)
     )
