@@ -386,7 +386,8 @@ def _index_pool(plan: RankPlan, cache: KVCache) -> IndexPool | None:
     index = plan.decoder.index if isinstance(plan.decoder, DecoderConfig) else None
     if index is None or cache.index_keys is None:
         return None
-    return IndexPool(cache.index_keys, index.num_heads, index.num_chosen)
+    num_chosen = min(index.num_chosen, plan.max_model_len)  # no query sees more keys
+    return IndexPool(cache.index_keys, index.num_heads, num_chosen)
 
 
 def _masks(plan: RankPlan) -> TokenMasks:

@@ -92,7 +92,7 @@ def choose_keys(
     num_chosen: int,
     slots: Int32s,  # [num_items, num_chosen]
 ) -> None:
-    """Choose `num_chosen` keys of each item's query, all of which see more, in their order."""
+    """Choose `num_chosen` of the keys that each item's query may see, which are more than that."""
     width = row_floats(head_dim)
     keys = shift(scratch, num_heads * width)
     products = shift(keys, TILE * width)
