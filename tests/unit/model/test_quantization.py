@@ -173,7 +173,7 @@ def test_a_gpu_gets_narrow_weights_of_dense_layers(name, is_moe, monkeypatch):
     assert all(map(torch.equal, *found))
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3", "minimax_m2", "phi3"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3", "glm_moe_dsa", "minimax_m2", "phi3"])
 def test_experts_latent_attention_and_joined_layers_may_be_quantized_too(kind):
     ours, plain = quantized(foreign_folder(kind), "fp8 by block")
     assert torch.equal(computed(ours), computed(plain))
