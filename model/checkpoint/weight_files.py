@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from baton.model.checkpoint.tensors import EMBEDDING, HEAD, LABELS, decoder_tensors, layout_of
 from baton.model.config.decoder_config import DecoderConfig
+from baton.model.config.packing import NESTED_BLOCK, Packing
 from baton.model.config.quantization import Quantization, WeightFormat
 from baton.model.config.reading import read_json
 from baton.model.config.tasks import MODULES
@@ -239,6 +240,10 @@ def _is_unneeded(how: Quantization | None, name: str, stored: dict[str, Stored])
     if how is None:
         return False
     packing = _format_of(how, name).packing
+    if packing is not None and packing.form == "bnb" and name.endswith(f".{packing.state}"):
+        return True  # it was checked
+    if name.endswith(".weight_format"):  # of bitsandbytes in eight bits: 0 is by rows
+        return _bytes_of(stored[name]) == b"\0"
     if packing is not None and name.endswith(".bias"):
         # Some tools write biases for all layers that they pack.
         is_packed = name.removesuffix("bias") + packing.first in stored
@@ -289,10 +294,38 @@ def _expect_packed(
         first = stored.get(layer + packing.first)
         if first is None or first.entry.dtype != packing.stored:
             continue
+        if packing.form == "bnb":
+            _check_state(stored, layer + packing.state, shape, packing)
         del expected[name]
         for suffix, part in packing.parts(shape).items():
             expected[layer + suffix], dtypes[layer + suffix] = part
     return dtypes
+
+
+class _State(msgspec.Struct):
+    """What bitsandbytes says of a weight in four bits."""
+
+    quant_type: str
+    blocksize: int
+    shape: tuple[int, ...]
+    nested_blocksize: int = NESTED_BLOCK
+
+
+def _check_state(stored: dict[str, Stored], name: str, shape: Shape, packing: Packing) -> None:
+    """Check that a weight in four bits is what config.json says of all."""
+    if (there := stored.get(name)) is None:
+        raise ConfigError(f"there is no tensor {name}, which config.json implies")
+    try:
+        state = msgspec.json.decode(_bytes_of(there), type=_State)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{there.file}: {name}: {error}") from None
+    said = state.quant_type, state.blocksize, state.shape, state.nested_blocksize
+    wanted = packing.codebook.kind, packing.group_size, shape, NESTED_BLOCK
+    if said != wanted:
+        raise ConfigError(
+            f"{there.file}: {name} says {said} of type, block, shape and block of scales, but only "
+            f"{wanted} is supported here"
+        )
 
 
 def _check_packed(how: Quantization, stored: dict[str, Stored], expected: dict[str, Shape]) -> None:
@@ -304,7 +337,7 @@ def _check_packed(how: Quantization, stored: dict[str, Stored], expected: dict[s
             continue
         if suffix in (packing.scales, packing.fp4.whole):
             # A group of zeros has a scale of zero in FP4.
-            _check_above_0(name, stored[name], or_0=packing.form == "fp4")
+            _check_above_0(name, stored[name], or_0=packing.form in ("fp4", "bnb"))
         elif suffix == packing.order:
             groups = _numbers_of(stored[name])
             num_groups = packing.groups(shape[0])
@@ -323,12 +356,16 @@ def _is_linear(name: str, shape: Shape) -> bool:
     return len(shape) == 2 and name != EMBEDDING
 
 
-def _numbers_of(stored: Stored) -> NDArray[np.float32]:
-    """Return the numbers of a small tensor. Raises `ConfigError` for a type that scales lack."""
+def _bytes_of(stored: Stored) -> bytes:
     first, last = stored.entry.data_offsets
     with stored.file.open("rb") as stream:
         stream.seek(first)
-        data = stream.read(last - first)
+        return stream.read(last - first)
+
+
+def _numbers_of(stored: Stored) -> NDArray[np.float32]:
+    """Return the numbers of a small tensor. Raises `ConfigError` for a type that scales lack."""
+    data = _bytes_of(stored)
     match stored.entry.dtype:
         case "F32":
             return np.frombuffer(data, "<f4")

@@ -14,13 +14,22 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from baton.model.config.packing import FLOATS, POWERS, Fp4Names, Packing
+from baton.model.config.packing import FLOATS, POWERS, Codebook, Fp4Names, Packing
 from baton.protocol.errors import ConfigError
 
 Side = Annotated[int, Meta(gt=0)]
 # Fields of a quantization_config that do not change what the stored numbers mean.
 _HARMLESS = frozenset({
-    "activation_scale_ub", "activation_scheme", "backend", "batch_size", "bits", "cache_block_size",
+    "_load_in_4bit", "_load_in_8bit", "act_bits", "act_data_type", "act_dynamic", "act_group_size",
+    "act_sym", "activation_scale_ub", "activation_scheme", "amp", "autoround_version", "backend",
+    "batch_size", "bits", "block_name_to_quantize", "bnb_4bit_compute_dtype",
+    "bnb_4bit_quant_storage", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant",
+    "cache_block_size", "data_type", "enable_minmax_tuning", "enable_norm_bias_tuning",
+    "enable_quanted_input", "extra_config", "gradient_accumulate_steps", "iters",
+    "llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight", "llm_int8_skip_modules",
+    "llm_int8_threshold", "load_in_4bit", "load_in_8bit", "low_gpu_mem_usage", "lr", "minmax_lr",
+    "nsamples", "packing_format", "quant_block_list", "quant_lm_head", "scale_dtype", "seqlen",
+    "to_quant_block_names",
     "checkpoint_format", "config_groups", "damp_percent", "dataset", "dequantize", "desc_act",
     "exllama_config", "fmt", "format", "fuse_max_seq_len", "global_compression_ratio", "group_size",
     "ignore", "ignored_layers", "is_marlin_format", "kv_cache_scheme", "max_input_length", "meta",
@@ -32,10 +41,21 @@ _HARMLESS = frozenset({
 })  # fmt: skip
 # The checkpoint formats of GPTQ, and how much smaller than they are zero points are stored.
 _GPTQ_OFFSETS = {"gptq": 1, "gptq_v2": 0}
+# The packing formats of auto-round: whose tensors they have, and GPTQ's checkpoint format.
+_AUTO_ROUND = {
+    "auto_round:auto_gptq": ("gptq", "gptq"),
+    "auto_round:gptq": ("gptq", "gptq"),
+    "auto_round": ("gptq", "gptq_v2"),
+    "auto_round:gptqmodel": ("gptq", "gptq_v2"),
+    "auto_round:auto_awq": ("awq", ""),
+    "auto_round:awq": ("awq", ""),
+}
+BNB_BLOCK = 64  # numbers that share a scale where bitsandbytes packs four bits
 # The formats of compressed-tensors with one number in each place.
 _PLAIN_FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
 _METHODS = (
     "fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "modelopt_fp4", "awq", "gptq", "mxfp4",
+    "bitsandbytes", "auto-round", "intel/auto-round",
 )  # fmt: skip
 
 
@@ -54,6 +74,7 @@ class WeightFormat(msgspec.Struct, frozen=True):
     scale_dtypes: tuple[str, ...] = (*FLOATS, "F8_E8M0")
     packing: Packing | None = None  # of tensors that take the place of the weight
     targets: tuple[str, ...] = ("Linear",)
+    scale_divisor: float = 1.0  # of each scale, before it multiplies
 
     def scale_of(self, name: str) -> str:
         return name.removesuffix("weight") + self.scale_suffix
@@ -126,6 +147,14 @@ class _Sparsity(msgspec.Struct):
     format: str = "dense"
 
 
+class _LayerBits(msgspec.Struct):
+    """What auto-round says of one layer, where it is not as the others."""
+
+    bits: int | None = None
+    group_size: int | None = None
+    data_type: str | None = None
+
+
 class _Config(msgspec.Struct):
     quant_method: str = ""
     # Of fine-grained FP8.
@@ -133,6 +162,7 @@ class _Config(msgspec.Struct):
     weight_block_size: tuple[Side, Side] | None = None
     # Of compressed-tensors.
     format: str = ""
+    backend: str = ""
     config_groups: dict[str, _Group] = {}
     sparsity_config: _Sparsity | None = None
     # Of ModelOpt.
@@ -147,6 +177,16 @@ class _Config(msgspec.Struct):
     checkpoint_format: str = ""
     is_marlin_format: bool = False
     pack_dtype: str = "int32"
+    # Of bitsandbytes.
+    load_in_4bit: bool = False
+    load_in_8bit: bool = False
+    bnb_4bit_quant_type: str = "fp4"
+    bnb_4bit_use_double_quant: bool = False
+    bnb_4bit_quant_storage: str | None = "uint8"
+    # Of auto-round.
+    packing_format: str = ""
+    data_type: str = "int"
+    extra_config: dict[str, _LayerBits] | None = None
 
 
 def read_quantization(file: Path, raw: dict[str, object]) -> Quantization:
@@ -212,6 +252,10 @@ def _formats(where: str, given: _Config) -> tuple[WeightFormat, ...]:
             return _modelopt(where, given)
         case "awq" | "gptq":
             return _grouped(where, given)
+        case "bitsandbytes":
+            return _bitsandbytes(where, given)
+        case "auto-round" | "intel/auto-round":
+            return _grouped(where, _of_auto_round(where, given), has_order=False)
     return _compressed(where, given)
 
 
@@ -240,7 +284,44 @@ def _modelopt(where: str, given: _Config) -> tuple[WeightFormat, ...]:
     return (_MODELOPT[given.quant_algo],)
 
 
-def _grouped(where: str, given: _Config) -> tuple[WeightFormat, ...]:
+def _bitsandbytes(where: str, given: _Config) -> tuple[WeightFormat, ...]:
+    if given.load_in_8bit:
+        return (WeightFormat("I8", "SCB", "channel", scale_divisor=127.0),)
+    kind = given.bnb_4bit_quant_type
+    if not given.load_in_4bit or kind not in ("nf4", "fp4"):
+        raise ConfigError(f"{where}: only load_in_8bit, and load_in_4bit with nf4 or fp4, is known")
+    if given.bnb_4bit_quant_storage not in (None, "uint8"):
+        storage = given.bnb_4bit_quant_storage
+        raise ConfigError(
+            f"{where}: bnb_4bit_quant_storage {storage!r} is not supported, only uint8"
+        )
+    codebook = Codebook(kind, given.bnb_4bit_use_double_quant)
+    return (WeightFormat("U8", packing=Packing("bnb", 4, BNB_BLOCK, codebook=codebook)),)
+
+
+def _of_auto_round(where: str, given: _Config) -> _Config:
+    """Return what AWQ or GPTQ would say of the same tensors."""
+    name = given.packing_format or given.backend
+    if name not in _AUTO_ROUND or given.data_type != "int":
+        raise ConfigError(
+            f"{where}: auto-round's packing_format {name!r} with data_type {given.data_type!r} is "
+            f"not supported, only {', '.join(_AUTO_ROUND)} with int"
+        )
+    for layer, own in (given.extra_config or {}).items():
+        is_plain = own.bits is not None and own.bits >= 16
+        is_as_others = own.bits in (None, given.bits) and own.group_size in (None, given.group_size)
+        if not is_plain and not is_as_others:
+            raise ConfigError(
+                f"{where}: extra_config gives {layer} other bits or groups, which is not supported"
+            )
+    method, stored = _AUTO_ROUND[name]
+    return msgspec.structs.replace(
+        given, quant_method=method, checkpoint_format=stored, format="", version="gemm",
+        zero_point=True,
+    )  # fmt: skip
+
+
+def _grouped(where: str, given: _Config, *, has_order: bool = True) -> tuple[WeightFormat, ...]:
     """Return what AWQ and GPTQ say."""
     is_awq = given.quant_method == "awq"
     bits = given.bits or given.w_bit or 4
@@ -253,7 +334,13 @@ def _grouped(where: str, given: _Config) -> tuple[WeightFormat, ...]:
     if is_awq and (given.version.lower() != "gemm" or not given.zero_point):
         raise ConfigError(f"{where}: only version gemm of awq with zero_point is supported")
     offset = 0 if is_awq else _gptq_offset(where, given)
-    form = Packing("awq" if is_awq else "gptq", bits, max(0, size), zero_offset=offset)
+    form = Packing(
+        "awq" if is_awq else "gptq",
+        bits,
+        max(0, size),
+        zero_offset=offset,
+        has_order=has_order and not is_awq,
+    )
     return (WeightFormat("I32", form.scales, "group", packing=form),)
 
 

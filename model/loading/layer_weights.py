@@ -27,6 +27,7 @@ from baton.model.loading.weights import (
     in_order,
     joined,
     narrow_fp8,
+    of_codebook,
     of_fp4,
     of_mxfp4,
     part_of,
@@ -262,10 +263,15 @@ class LayerWeights:
 
             if how.packing.form == "fp4":
                 return of_fp4(how.packing, part_of_layer)
+            if how.packing.form == "bnb":
+                return of_codebook(how.packing, self.shapes[name], part_of_layer)
             return unpacked(how.packing, self.shapes[name], part_of_layer).values()
         if self.checkpoint.dtype_of(name) != how.stored:
             return None
-        return scaled(read(name), read(how.scale_of(name)), how.block)
+        scales = read(how.scale_of(name))
+        if how.scale_divisor != 1:
+            scales = scales / how.scale_divisor
+        return scaled(read(name), scales, how.block)
 
     def _is_packed(self, packing: Packing, layer: str) -> bool:
         return self.checkpoint.dtype_of(f"{layer}.{packing.first}") == packing.stored

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from baton.kernels.reference import NarrowWeight
 from baton.model.checkpoint.weight_files import stored_tensors
-from baton.model.config.packing import Packing
+from baton.model.config.packing import NESTED_BLOCK, Packing
 from baton.model.config.reading import read_json
 from baton.protocol.errors import ConfigError
 
@@ -118,6 +118,25 @@ def in_fp32(scales: Tensor) -> Tensor:
 def of_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """Return the fp32 numbers `[inputs, outputs]` of an expert in MXFP4, two in each byte."""
     return (_pairs(blocks) * in_fp32(scales)[..., None]).flatten(1).T
+
+
+def of_codebook(packing: Packing, shape: tuple[int, ...], read: Callable[[str], Tensor]) -> Tensor:
+    """Return the fp32 numbers `[outputs, inputs]` of four bits of bitsandbytes.
+
+    `read` returns one of the tensors by the end of its name.
+    """
+    codes, scales = read("weight").flatten().int(), read("weight.absmax")
+    numbers = read("weight.quant_map").float()[torch.stack((codes >> 4, codes & 15), -1).flatten()]
+    if packing.codebook.is_nested:
+        nested = read("weight.nested_absmax").repeat_interleave(NESTED_BLOCK)[: len(scales)]
+        offset = msgspec.json.decode(read(packing.state).numpy().tobytes(), type=_Offset)
+        scales = read("weight.nested_quant_map")[scales.int()] * nested + offset.nested_offset
+    blocks = scales.repeat_interleave(packing.group_size)[: len(numbers)]
+    return (numbers * blocks)[: shape[0] * shape[1]].view(shape)
+
+
+class _Offset(msgspec.Struct):
+    nested_offset: float
 
 
 def of_fp4(packing: Packing, read: Callable[[str], Tensor]) -> Tensor:
@@ -225,7 +244,7 @@ def unpacked(packing: Packing, shape: tuple[int, ...], read: Callable[[str], Ten
         numbers = _integers(read("qweight"), bits, int(is_awq), order).T
         zeros = _integers(read("qzeros"), bits, 1, order).T + packing.zero_offset
         zeros, scales = zeros & ((1 << bits) - 1), scales.T
-        if not is_awq:
+        if packing.order:
             groups = read(packing.order).long()
     return Packed(numbers, scales, zeros, groups)
 

@@ -67,6 +67,27 @@ GPTQ: dict[str, object] = {
 }  # fmt: skip
 
 
+def _bitsandbytes(**fields: object) -> dict[str, object]:
+    """Return what transformers writes of bitsandbytes."""
+    return {
+        "quant_method": "bitsandbytes", "_load_in_4bit": True, "_load_in_8bit": False,
+        "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_compute_dtype": "bfloat16",
+        "bnb_4bit_quant_storage": "uint8", "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": False, "llm_int8_enable_fp32_cpu_offload": False,
+        "llm_int8_has_fp16_weight": False, "llm_int8_skip_modules": ["lm_head"],
+        "llm_int8_threshold": 6.0,
+    } | fields  # fmt: skip
+
+
+def _auto_round(packing_format: str, **fields: object) -> dict[str, object]:
+    return {
+        "quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True,
+        "data_type": "int", "iters": 200, "autoround_version": "0.5.1", "low_gpu_mem_usage": True,
+        "block_name_to_quantize": "model.layers", "packing_format": packing_format,
+        "extra_config": {"lm_head": {"bits": 16, "data_type": "fp"}},
+    } | fields  # fmt: skip
+
+
 def _packed(strategy: str, **weights: object) -> dict[str, object]:
     config = compressed("int", strategy, **weights) | {"format": "pack-quantized"}
     config["config_groups"]["group_0"]["input_activations"] = None  # type: ignore[index]
@@ -99,6 +120,13 @@ FORMATS: dict[str, dict[str, object]] = {
     "nvfp4": _fp4("nvfp4-pack-quantized", 16),
     "mxfp4": _fp4("mxfp4-pack-quantized", 32),
     "mixed": MIXED,
+    "bnb nf4": _bitsandbytes(),
+    "bnb nf4 nested": _bitsandbytes(bnb_4bit_use_double_quant=True),
+    "bnb fp4": _bitsandbytes(bnb_4bit_quant_type="fp4"),
+    "bnb int8": _bitsandbytes(load_in_4bit=False, load_in_8bit=True),
+    "auto-round as gptq": _auto_round("auto_round:auto_gptq"),
+    "auto-round": _auto_round("auto_round", bits=8),
+    "auto-round as awq": _auto_round("auto_round:auto_awq", sym=False),
 }
 
 
@@ -129,6 +157,8 @@ def _parts(weight: Tensor, name: str, key: str) -> tuple[dict[str, Tensor], Tens
     """Return the tensors of a weight, and the numbers that they stand for."""
     if name == "mixed":
         name = "fp8 by channel" if "self_attn" in key else "packed"
+    if name.startswith("bnb"):
+        return _pack_bnb(weight, name)
     if "fp4" in name:
         return _pack_fp4(weight, name)
     return _eight_bits(weight, name) if name in CONFIGS else _pack(weight, name)
@@ -163,6 +193,9 @@ def _pack(weight: Tensor, name: str) -> tuple[dict[str, Tensor], Tensor]:
     """Return the tensors of a random weight of that shape, and its numbers."""
     (outputs, inputs), config = weight.shape, FORMATS[name]
     method = config["quant_method"]
+    has_order = method == "gptq"
+    if method == "auto-round":
+        method = "awq" if "awq" in str(config["packing_format"]) else "gptq"
     given = config
     if method == "compressed-tensors":
         given = config["config_groups"]["group_0"]["weights"]  # type: ignore[index, assignment]
@@ -187,13 +220,15 @@ def _pack(weight: Tensor, name: str) -> tuple[dict[str, Tensor], Tensor]:
             "scales": scales.T.contiguous(),
         }
     elif method == "gptq":
-        stored = zeros if config["checkpoint_format"] == "gptq_v2" else (zeros - 1) % top
+        is_whole = "gptq_v2" in config.values() or "auto_round" in config.values()
+        stored = zeros if is_whole else (zeros - 1) % top
         parts = {
             "qweight": words(numbers, bits).T.contiguous(),
             "qzeros": words(stored.T, bits),
             "scales": scales.T.contiguous(),
-            "g_idx": groups.to(torch.int32),
         }
+        if has_order:
+            parts["g_idx"] = groups.to(torch.int32)
     else:
         parts = {
             "weight_packed": words(numbers, bits),
@@ -232,6 +267,40 @@ def _pack_fp4(weight: Tensor, name: str) -> tuple[dict[str, Tensor], Tensor]:
             whole = torch.tensor(1 / 512)
             parts = {"weight": packed, "weight_scale": in_fp8, "weight_scale_2": whole}
     return parts, numbers * scales.repeat_interleave(size, 1)
+
+
+def _pack_bnb(weight: Tensor, name: str) -> tuple[dict[str, Tensor], Tensor]:
+    """Return random numbers of four or eight bits, and what they stand for."""
+    outputs, inputs = weight.shape
+    generator = torch.Generator().manual_seed(outputs + inputs)
+    if name == "bnb int8":
+        largest = weight.abs().amax(dim=1)
+        numbers = (weight / largest[:, None] * 127).round().to(torch.int8)
+        parts = {"weight": numbers, "SCB": largest, "weight_format": torch.tensor(0).byte()}
+        return parts, numbers.float() * (largest / 127)[:, None]
+    kind, num_blocks = name.split()[1], outputs * inputs // 64
+    codes = torch.randint(16, (outputs * inputs,), generator=generator)
+    book = torch.randn(16, generator=generator).sort().values
+    scales = stored = torch.rand(num_blocks, generator=generator) * 0.02
+    state: dict[str, object] = {
+        "quant_type": kind, "blocksize": 64, "dtype": "bfloat16", "shape": [outputs, inputs],
+    }  # fmt: skip
+    parts = {
+        "weight": (codes[::2] << 4 | codes[1::2]).byte()[:, None],
+        "weight.quant_map": book,
+    }
+    if "nested" in name:
+        stored = torch.randint(256, (num_blocks,), generator=generator).byte()
+        books = torch.randn(256, generator=generator).sort().values * 0.5
+        nested = torch.rand(-(-num_blocks // 256), generator=generator) * 0.01 + 0.001
+        blocks = torch.arange(num_blocks) // 256
+        scales = books[stored.int()] * nested[blocks] + 0.02
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.02}
+        parts |= {"weight.nested_absmax": nested, "weight.nested_quant_map": books}
+    described = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    parts |= {"weight.absmax": stored, f"weight.quant_state.bitsandbytes__{kind}": described}
+    values = book[codes] * scales.repeat_interleave(64)
+    return parts, values.view(outputs, inputs)
 
 
 def words(numbers: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:

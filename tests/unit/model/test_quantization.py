@@ -83,7 +83,7 @@ def test_quantized_weights_have_the_bits_of_their_numbers(name):
     assert torch.equal(computed(ours), expected)
     assert not torch.equal(expected, computed(model()))
     assert model_fingerprint(ours) != model_fingerprint(plain)
-    if name not in CONFIGS and name != "gptq":
+    if name not in CONFIGS and name not in ("gptq", "bnb nf4 nested"):
         return
     with thread_ranks(2) as members:
         found = [
@@ -293,6 +293,40 @@ def test_scales_of_inputs_are_not_needed(layers):
         assert torch.equal(computed(ours), expected)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("bnb nf4", {"quant_state.bitsandbytes__nf4": None}, "no tensor .*bitsandbytes__nf4"),
+        ("bnb nf4", {"quant_state.bitsandbytes__nf4": b"{}"}, "quant_type"),
+        (
+            "bnb nf4",
+            {"quant_state.bitsandbytes__nf4": b'{"quant_type":"nf4","blocksize":128,"shape":[1]}'},
+            r"says \('nf4', 128, \(1,\), 256\) of type",
+        ),
+        ("bnb nf4", {"absmax": torch.zeros(7)}, r"absmax has the shape \[7\]"),
+        ("bnb nf4 nested", {"nested_absmax": torch.full((2,), torch.nan)}, "is not above 0"),
+        ("bnb nf4 nested", {"nested_quant_map": None}, "has no tensor .*nested_quant_map"),
+        ("bnb int8", {"SCB": None}, "is quantized, but there is no .*up_proj.SCB"),
+        ("bnb int8", {"weight_format": torch.tensor(1).byte()}, r"nothing in config\.json calls"),
+    ],
+)
+def test_weights_of_bitsandbytes_that_do_not_fit_are_refused(name, changes, reason):
+    folder, _ = quantized(model(), name)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for end, value in changes.items():
+        key = f"{UP}.{end}" if end in ("SCB", "weight_format") else f"{UP}.weight.{end}"
+        del tensors[key]
+        if isinstance(value, bytes):
+            tensors[key] = torch.tensor(list(value), dtype=torch.uint8)
+        elif value is not None:
+            tensors[key] = value
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ConfigError, match=reason) as error:
+        check_tensors(folder, read_decoder_config(folder))
+    assert "\n" not in str(error.value)
+
+
 def test_an_adapter_adds_to_quantized_weights():
     adapter = write_adapter(model())
     found = []
@@ -306,7 +340,17 @@ def test_an_adapter_adds_to_quantized_weights():
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"quant_method": "bitsandbytes"}, "quantized by bitsandbytes"),
+        ({"quant_method": "quanto"}, "quantized by quanto"),
+        ({"quant_method": "bitsandbytes"}, "only load_in_8bit, and load_in_4bit with nf4"),
+        (FORMATS["bnb nf4"] | {"bnb_4bit_quant_type": "nf3"}, "load_in_4bit with nf4 or fp4"),
+        (FORMATS["bnb nf4"] | {"bnb_4bit_quant_storage": "bfloat16"}, "quant_storage 'bfloat16'"),
+        (FORMATS["auto-round"] | {"bits": 2}, "gptq of 2 bits"),
+        (FORMATS["auto-round"] | {"packing_format": "auto_round:fp8"}, "'auto_round:fp8' with"),
+        (FORMATS["auto-round"] | {"data_type": "mx_fp"}, "data_type 'mx_fp' is not supported"),
+        (
+            FORMATS["auto-round"] | {"extra_config": {"model.layers.0.mlp.up_proj": {"bits": 4}}},
+            "gives model.layers.0.mlp.up_proj other bits or groups",
+        ),
         (GPTQ | {"bits": 3}, "gptq of 3 bits"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format gptq or gptq_v2"),
         (GPTQ | {"format": "gptq_v2"}, "checkpoint_format gptq or gptq_v2"),
