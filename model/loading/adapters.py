@@ -188,30 +188,24 @@ class LoraLoader:
         """Return whether an adapter of the settings changes one of these layers."""
         return any(reader.changes(site) for reader in self._readers)
 
-    def shrinks(self, site: LoraSite) -> Iterator[Tensor]:
-        """Yield the first matrix of each adapter, then the same zeros for each free slot."""
-        for reader in self._readers:
-            yield reader.shrink(site).to(self._device, self._dtype)
-        yield from self._free(width_of(site, self._rank), site.num_inputs)
+    def shrinks(self, *sites: LoraSite) -> Iterator[Tensor]:
+        """Yield the first matrix of each adapter, then the same zeros for each free slot.
 
-    def expands(self, site: LoraSite) -> Iterator[Tensor]:
-        for reader in self._readers:
-            yield reader.expand(site).to(self._device, self._dtype)
-        yield from self._free(site.num_outputs, width_of(site, self._rank))
-
-    def of_experts(self, sites: Sequence[LoraSite]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield both matrices for each expert in `sites`, adapter after adapter.
-
-        Adapters of run time change no experts, and have zeros here.
+        With `sites` of several experts, an adapter has one for each of them.
         """
         for reader in self._readers:
             for site in sites:
-                pair = reader.shrink(site), reader.expand(site)
-                yield pair[0].to(self._device, self._dtype), pair[1].to(self._device, self._dtype)
-        width, (site, *_) = width_of(sites[0], self._rank), sites
-        shapes = (width, site.num_inputs), (site.num_outputs, width)
-        for _ in range(len(sites)):
-            yield from zip(*(self._free(*shape) for shape in shapes), strict=True)
+                yield reader.shrink(site).to(self._device, self._dtype)
+        site, *_ = sites
+        yield from self._free(len(sites), width_of(site, self._rank), site.num_inputs)
+
+    def expands(self, *sites: LoraSite) -> Iterator[Tensor]:
+        """Yield the second matrices in the same order."""
+        for reader in self._readers:
+            for site in sites:
+                yield reader.expand(site).to(self._device, self._dtype)
+        site, *_ = sites
+        yield from self._free(len(sites), site.num_outputs, width_of(site, self._rank))
 
     def prepare(self, lora: str, adapter: Adapter, slot: int) -> PreparedAdapter:
         """Read an adapter for a slot, while steps run. Raises `ConfigError` if its rank is high."""
@@ -246,9 +240,9 @@ class LoraLoader:
             embedding = embedding.to(self._device, self._dtype)
         return head, embedding
 
-    def _free(self, *shape: int) -> Iterator[Tensor]:
+    def _free(self, num_each: int, *shape: int) -> Iterator[Tensor]:
         zeros = torch.zeros(shape, device=self._device, dtype=self._dtype)
-        for _ in range(self.space.num_slots):
+        for _ in range(self.space.num_slots * num_each):
             yield zeros
 
     def _made(self, grouped: GroupedLinear, number: int, weight: Tensor) -> GroupedLinear | Tensor:

@@ -228,9 +228,8 @@ class LayerWeights:
         """Return what adapters add to one layer of each expert; None if they change none."""
         if not any(self.loras.changes(site) for site in sites):
             return None
-        shrinks = self.grouped(shrink for shrink, _ in self.loras.of_experts(sites))
-        expands = self.grouped(expand for _, expand in self.loras.of_experts(sites))
-        self.expert_loras.append(Lora(shrinks, expands))
+        shrinks = self.grouped(self.loras.shrinks(*sites))
+        self.expert_loras.append(Lora(shrinks, self.grouped(self.loras.expands(*sites))))
         return self.expert_loras[-1]
 
     def _adapted(self, linear: Linear, site: LoraSite) -> Linear:

@@ -129,6 +129,7 @@ def test_a_slot_of_the_form_for_gpus_is_written_in_place():
     )
     loader = LoraLoader((), torch.device("cpu"), torch.float32, LoraSpace(2, 8))
     name = "model.layers.0.self_attn.q_proj"
+    adapter = adapter._replace(layers={name: adapter.layers[name]})
     site = LoraSite((name,), (slice(0, 128),), slice(0, 128))
     lora = Lora(
         StackedExperts(torch.stack([*loader.shrinks(site)]), reference.grouped_product),
