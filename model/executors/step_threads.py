@@ -208,8 +208,7 @@ class StepThreads:
             if isinstance(found, str):
                 self._profiler.turn(found)
             else:
-                runner.put_adapter(found.prepared)
-                self._take(found.outcome)
+                self._take(_put(runner, found))
         return found
 
     def _execute(self, runner: Runner) -> None:
@@ -247,6 +246,14 @@ class StepThreads:
                 self._take(_failure(step, error))
                 return
             self._take(result)
+
+
+def _put(runner: Runner, read: _ReadAdapter) -> AdapterOutcome:
+    try:
+        runner.put_adapter(read.prepared)
+    except Exception as error:  # noqa: BLE001  (if the device is broken, the next step fails)
+        return AdapterOutcome(read.outcome.load, problem=f"it cannot be used: {error!r}")
+    return read.outcome
 
 
 def _failure(step_id: int, error: Exception) -> NodeError:

@@ -27,6 +27,7 @@ from baton.model.executors import worker_executor
 from baton.model.executors.local_executor import InProcessExecutor
 from baton.model.executors.worker_executor import WorkerExecutor
 from baton.model.executors.worker_messages import FromWorker, Loading, MessageSocket, ToWorker
+from baton.model.runner.runner import Runner
 from baton.node.executor import RANK_KILLED, AdapterLoad, AdapterOutcome, Executor, ExecutorInfo
 from baton.node.scheduling.plan import Slice, StepPlan, StepResult
 from baton.protocol.adapters import lora_version
@@ -385,6 +386,25 @@ def test_the_progress_of_every_rank_is_the_progress_of_the_start(monkeypatch):
     for rank in executor._workers:
         rank.steps.close()
         rank.far_end.close()
+
+
+def test_an_adapter_that_cannot_take_effect_ends_no_step(monkeypatch):
+    def broken(_runner: Runner, _prepared: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(Runner, "put_adapter", broken)
+    folder = model_folder("qwen3")
+    room = {"path": str(folder), "allow_runtime_lora_updating": True, "max_loras": 1}
+    with closing(
+        executor_of("in process", config_of("in process", folder, model=room))
+    ) as executor:
+        executor.start(no_progress)
+        executor.load_adapter(AdapterLoad("mine", str(write_adapter(folder, rank=4)), 0))
+        while (outcome := executor.poll_adapter()) is None:
+            assert readable(executor.fileno()), "the load has no outcome"
+            assert executor.poll() is None
+        assert "no memory" in outcome.problem
+        assert Steps(executor).tokens(prompt_slice(new_key(), range(3)))
 
 
 @pytest.mark.parametrize("kind", ["in process", "two ranks"])
