@@ -4,6 +4,7 @@ A node loads one at a time, into a slot that no adapter of the list and no seque
 adapter keeps its slot until another one needs it, so requests that were let in before can finish.
 """
 
+import math
 from collections import deque
 
 import msgspec
@@ -21,6 +22,8 @@ from baton.protocol.messages import (
 from baton.runtime.log import logger
 
 NOT_ALLOWED = "it was started without model.allow_runtime_lora_updating"
+
+AGAIN_S = 30.0  # after which an adapter of the list that could not be loaded is tried again
 
 log = logger("node")
 
@@ -51,10 +54,18 @@ class AdapterSlots:
         self._replies: list[tuple[Origin, ToRouter]] = []
         self._asking: list[Origin] = []  # routers that wait for the state
         self._is_changed = False
+        self._again_s = math.inf  # when what failed is tried again
+        self._failed: set[str] = set()  # versions of the list that could not be loaded
 
     @property
     def is_loading(self) -> bool:
         return self._loading is not None
+
+    @property
+    def has_work(self) -> bool:
+        """Return whether there is anything to do or to say, at once or later."""
+        has_loads = self._loading is not None or self._wanted or self._again_s < math.inf
+        return bool(has_loads or self._replies or self._asking or self._is_changed)
 
     def load(self, origin: Origin, message: LoadAdapter) -> None:
         """Load an adapter that is not in the list yet. `AdapterLoaded` answers."""
@@ -63,10 +74,7 @@ class AdapterSlots:
     def take_list(self, origin: Origin, entries: tuple[AdapterEntry, ...]) -> None:
         """Take over a router's list, and load what is missing. `AdaptersHeld` answers."""
         self._is_changed = self._list.merge(entries) or self._is_changed
-        self._wanted = deque(one for one in self._wanted if not one.digest)
-        for entry in self._list.loaded.values() if self._max_loras else ():
-            if entry.lora not in self._held:
-                self._wanted.append(WantedAdapter(NO_ROUTER, entry.name, entry.path, entry.digest))
+        self._want_missing()
         self._asking.append(origin)
 
     def forget(self, origin: Origin) -> None:
@@ -75,15 +83,17 @@ class AdapterSlots:
         self._replies = [reply for reply in self._replies if reply[0] != origin]
         self._asking = [asking for asking in self._asking if asking != origin]
 
-    def begin(self) -> None:
+    def begin(self, now_s: float) -> None:
         """Give the executor the next load if it has none."""
+        if now_s >= self._again_s:
+            self._want_missing()
         while self._loading is None and self._wanted:
             wanted = self._wanted.popleft()
             if wanted.digest and lora_version(wanted.name, wanted.digest) in self._held:
                 continue
             problem, slot = self._slot_for(wanted)
             if problem:
-                self._answer(wanted, "", problem)
+                self._answer(now_s, wanted, "", problem)
                 continue
             self._is_changed = self._is_changed or bool(self._slots[slot])
             self._held.discard(self._slots.pop(slot))
@@ -91,7 +101,7 @@ class AdapterSlots:
             self._loading = wanted
             self._executor.load_adapter(AdapterLoad(wanted.name, wanted.path, slot))
 
-    def loaded(self, outcome: AdapterOutcome) -> None:
+    def loaded(self, now_s: float, outcome: AdapterOutcome) -> None:
         """Note that a load has ended."""
         wanted, self._loading = self._loading, None
         assert wanted is not None, "an outcome follows a load"
@@ -103,7 +113,7 @@ class AdapterSlots:
             self._slots[outcome.load.slot] = version
             self._held.add(version)
         self._is_changed = True
-        self._answer(wanted, outcome.digest, problem)
+        self._answer(now_s, wanted, outcome.digest, problem)
 
     def take_replies(self) -> list[tuple[Origin, ToRouter]]:
         replies, asking = self._replies, self._asking
@@ -114,6 +124,14 @@ class AdapterSlots:
         """Return the state for all routers if it has changed since the last call."""
         is_changed, self._is_changed = self._is_changed, False
         return self._state() if is_changed else None
+
+    def _want_missing(self) -> None:
+        """Load what the list has and this node has not."""
+        self._again_s = math.inf
+        self._wanted = deque(one for one in self._wanted if not one.digest)
+        for entry in self._list.loaded.values() if self._max_loras else ():
+            if entry.lora not in self._held:
+                self._wanted.append(WantedAdapter(NO_ROUTER, entry.name, entry.path, entry.digest))
 
     def _state(self) -> AdaptersHeld:
         return AdaptersHeld(self._list.entries, tuple(sorted(self._held)))
@@ -132,13 +150,16 @@ class AdapterSlots:
             return "requests still use adapters that were unloaded: try again later", 0
         return "", min(free, key=lambda slot: bool(self._slots[slot]))
 
-    def _answer(self, wanted: WantedAdapter, digest: str, problem: str) -> None:
+    def _answer(self, now_s: float, wanted: WantedAdapter, digest: str, problem: str) -> None:
+        if problem and wanted.origin == NO_ROUTER:
+            self._again_s = now_s + AGAIN_S
         if wanted.origin != NO_ROUTER:
             reply = AdapterLoaded(wanted.name, wanted.path, digest, problem)
             self._replies.append((wanted.origin, reply))
         if not problem:
             log.info("an adapter was loaded", adapter=wanted.name, path=wanted.path)
-        elif wanted.origin == NO_ROUTER:
+        elif wanted.origin == NO_ROUTER and (wanted.name + wanted.digest) not in self._failed:
+            self._failed.add(wanted.name + wanted.digest)
             log.warning(
                 "an adapter of the cluster cannot be loaded here, so its requests go elsewhere",
                 adapter=wanted.name,

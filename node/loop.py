@@ -142,7 +142,8 @@ class EngineLoop:
             self.ring.record(now_s, event)
             self._handle(now_s, event)
         self._settle(now_s)
-        self._load_adapters(now_s)
+        if self._adapters.has_work:
+            self._load_adapters(now_s)
         self._connect(now_s)
         self._launch(now_s)
         self._send(now_s)
@@ -224,8 +225,8 @@ class EngineLoop:
             outcome = self.executor.poll_adapter()
             if outcome is not None:
                 self.ring.record(now_s, outcome)
-                self._adapters.loaded(outcome)
-        self._adapters.begin()
+                self._adapters.loaded(now_s, outcome)
+        self._adapters.begin(now_s)
         for origin, message in self._adapters.take_replies():
             self.scheduler.outputs.send(origin, message)
         if (change := self._adapters.take_change()) is not None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from baton.node.adapters import AdapterSlots
+from baton.node.adapters import AGAIN_S, AdapterSlots
 from baton.node.executor import AdapterLoad, AdapterOutcome
 from baton.node.scheduling.scheduler import NodeLimits
 from baton.protocol.adapters import MAX_ENTRIES, AdapterEntry, AdapterList, lora_version
@@ -56,6 +56,7 @@ class World:
         self.queues: dict[tuple[str, str], deque[object]] = {}
         self.registries, self.routers = [], []
         self.in_use: set[str] = set()
+        self.now_s = 0.0
         for number in range(num_routers):
             registry = Registry()
             self.registries.append(registry)
@@ -97,7 +98,7 @@ class World:
             return False
         source, target = self.rng.choice(ready)
         if source == "disk":
-            self.nodes[target].loaded(self.disks[target].end())
+            self.nodes[target].loaded(self.now_s, self.disks[target].end())
             self.turn(target)
             return True
         message = self.queues[source, target].popleft()
@@ -116,7 +117,7 @@ class World:
 
     def turn(self, name: str) -> None:
         node = self.nodes[name]
-        node.begin()
+        node.begin(self.now_s)
         for origin, message in node.take_replies():
             self.queues.setdefault((name, f"r{origin}"), deque()).append(message)
         if (change := node.take_change()) is not None:
@@ -202,7 +203,19 @@ async def test_an_adapter_that_requests_use_keeps_its_slot():
     assert await world.load(0, "sql", "/c", in_place=True) is None
     assert first in world.limits_of("n0")
     assert "requests still use" in str(await world.load(0, "sql", "/d", in_place=True))
+    # A change of another router finds no slot either, until the requests have ended.
+    world.in_use.add(lora_version("sql", "c0"))
+    later = AdapterEntry("sql", 9, "other", "/d", "d0")
+    world.nodes["n1"].take_list(0, (later,))
+    world.turn("n1")
+    await world.settle()
+    assert later.lora not in world.limits_of("n1")
     world.in_use = set()
+    world.now_s += AGAIN_S
+    for name in world.nodes:
+        world.turn(name)
+    await world.settle()
+    assert agreed(world)["sql"] == later.lora
     assert await world.load(0, "sql", "/d", in_place=True) is None
     assert first not in world.limits_of("n0")
     assert agreed(world)["sql"] == lora_version("sql", "d0")
@@ -222,6 +235,15 @@ async def test_nodes_that_come_back_load_what_the_others_have():
     world.start("n1", life=2)
     await world.settle()
     assert world.limits_of("n1") == set()
+    world.files["/a"] = "a0"  # as when a volume is mounted late
+    world.turn("n1")
+    assert not world.step()
+    world.now_s += AGAIN_S
+    assert world.nodes["n1"].has_work
+    world.turn("n1")
+    await world.settle()
+    assert agreed(world) == {"sql": lora_version("sql", "a0")}
+    assert not world.nodes["n1"].has_work
 
 
 @on_a_loop
