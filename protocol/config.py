@@ -120,7 +120,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = False
     max_loras: Annotated[
-        int, about("most adapters that are loaded at run time at once", ge=1, le=64)
+        int, about("most adapters that are loaded at run time at once", ge=1, le=1024)
     ] = 4
     max_lora_rank: Annotated[
         int, about("greatest rank of an adapter that is loaded at run time", ge=1, le=512)

@@ -141,6 +141,8 @@ def read_adapter(name: str, folder: Path, config: DecoderConfig) -> Adapter:
     """Return the adapter in a folder. Raises a one-line `ConfigError` if it does not fit."""
     where = f"adapter {name!r} in {folder}"
     file = folder / CONFIG_FILE
+    if file.exists() and not file.is_file():  # a pipe would never end
+        raise ConfigError(f"{where}: {CONFIG_FILE} is not a file")
     fields, given = read_json(file, dict[str, object]), read_json(file, _Config)
     if given.peft_type.upper() != "LORA":
         raise ConfigError(f"{where}: peft_type {given.peft_type} is not supported, only LORA")
@@ -193,7 +195,9 @@ def _tensors_of(
         if entry.dtype not in ("F32", "F16", "BF16"):
             raise ConfigError(f"{where}: {tensor} is {entry.dtype}, which is not supported")
         if tensor in replaced.values():
-            if entry.shape != whole or config.head != "tokens":
+            if config.head != "tokens":
+                raise ConfigError(f"{where}: the model makes no tokens, for which {tensor} is")
+            if entry.shape != whole:
                 raise ConfigError(
                     f"{where}: {tensor} has the shape {list(entry.shape)}, but the model's is "
                     f"{list(whole)}"

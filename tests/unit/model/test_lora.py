@@ -1,6 +1,7 @@
 """LoRA adapters compute what merged weights compute, whatever runs beside them, or are refused."""
 
 import json
+import os
 import shutil
 import struct
 from pathlib import Path
@@ -195,6 +196,12 @@ def test_tensors_that_do_not_fit_are_refused(adapter, reason):
     with pytest.raises(ConfigError, match=reason) as error:
         read_adapters((f"mine={folder}",), config)
     assert "\n" not in str(error.value)
+
+
+def test_a_pipe_in_place_of_the_configuration_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "adapter_config.json")
+    with pytest.raises(ConfigError, match=r"adapter_config\.json is not a file"):
+        read_adapters((f"mine={tmp_path}",), read_decoder_config(model_folder(MODEL, num_layers=2)))
 
 
 @pytest.mark.parametrize("modules", [("mine",), ("=x",), ("a=x", "a=y"), ("two words=x",)])
