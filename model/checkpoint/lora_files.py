@@ -7,7 +7,7 @@ reads headers alone and never imports torch.
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple, TypeVar
 
@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from baton.model.checkpoint.expert_lora import ExpertPart, check_parameters, expert_layers
 from baton.model.checkpoint.tensors import EMBEDDING, HEAD, decoder_tensors
-from baton.model.checkpoint.weight_files import tensors_of, text_name
+from baton.model.checkpoint.weight_files import TensorEntry, tensors_of, text_name
 from baton.model.config.decoder_config import DecoderConfig
 from baton.model.config.reading import read_json
 from baton.protocol.errors import ConfigError
@@ -182,31 +182,45 @@ def _tensors_of(
     """Return `layers` and `replaced`. Raises `ConfigError` unless all tensors fit the model."""
     if not (folder / WEIGHTS_FILE).is_file():
         raise ConfigError(f"{where} has no {WEIGHTS_FILE}: baton reads weights from safetensors")
-    tensors = decoder_tensors(config)
-    shapes, stored = tensors.shapes(), tensors_of(folder / WEIGHTS_FILE)
-    version = given.peft_version or ""
-    of_experts = expert_layers(where, stored, tensors, given.r, version)
-    check_parameters(where, given.target_parameters or [], of_experts)
-    read_already = {layer.name for layer in of_experts.values()}
-    parts = {"A": dict[str, str](), "B": dict[str, str]()}
-    replaced = _replaced(where, given.modules_to_save or [], stored)
-    whole = config.vocab_size, config.hidden_size
+    tensors, stored = decoder_tensors(config), tensors_of(folder / WEIGHTS_FILE)
     for tensor, entry in stored.items():
         if entry.dtype not in ("F32", "F16", "BF16"):
             raise ConfigError(f"{where}: {tensor} is {entry.dtype}, which is not supported")
-        if tensor in replaced.values():
-            if config.head != "tokens":
-                raise ConfigError(f"{where}: the model makes no tokens, for which {tensor} is")
-            if entry.shape != whole:
-                raise ConfigError(
-                    f"{where}: {tensor} has the shape {list(entry.shape)}, but the model's is "
-                    f"{list(whole)}"
-                )
-            continue
+    of_experts = expert_layers(where, stored, tensors, given.r, given.peft_version or "")
+    check_parameters(where, given.target_parameters or [], of_experts)
+    if of_experts and (given.rank_pattern or given.alpha_pattern):
+        raise ConfigError(f"{where}: target_parameters are not supported beside patterns of layers")
+    replaced = _replaced(where, given.modules_to_save or [], stored)
+    _check_replaced(where, replaced, stored, config)
+    names = {layer.name for layer in of_experts.values()}
+    shared = {tensor_of(name, letter) for name in names for letter in "AB"}
+    rest = {
+        tensor: entry
+        for tensor, entry in stored.items()
+        if tensor not in shared and tensor not in replaced.values()
+    }
+    layers = _layers_of(where, given, rest, tensors.shapes())
+    if twice := layers.keys() & of_experts.keys():
+        raise ConfigError(f"{where}: two tensors are for {min(twice)}")
+    scaling = given.scaling_of("")
+    for name, layer in of_experts.items():
+        layers[name] = AdaptedLayer(layer.name, given.r, scaling, layer.part)
+    if not layers:
+        raise ConfigError(f"{where} changes no layer")
+    return layers, replaced
+
+
+def _layers_of(
+    where: str,
+    given: _Config,
+    stored: Mapping[str, TensorEntry],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> dict[str, AdaptedLayer]:
+    """Return the layers that have matrices of their own."""
+    parts = {"A": dict[str, str](), "B": dict[str, str]()}
+    for tensor, entry in stored.items():
         match = _TENSOR.fullmatch(tensor)
         own = match[1] if match else ""
-        if own in read_already:
-            continue
         layer = text_name(own)
         shape = shapes.get(f"{layer}.weight")
         if match is None or shape is None or layer.rpartition(".")[2] not in MODULES:
@@ -224,20 +238,27 @@ def _tensors_of(
         parts[match[2]][layer] = own
     if odd := sorted(parts["A"].items() ^ parts["B"].items()):
         raise ConfigError(f"{where}: {odd[0][0]} has only one of lora_A and lora_B")
-    if not parts["A"] and not of_experts:
-        raise ConfigError(f"{where} changes no layer")
-    layers = {
+    return {
         layer: AdaptedLayer(own, given.rank_of(own), given.scaling_of(own))
         for layer, own in parts["A"].items()
     }
-    if twice := layers.keys() & of_experts.keys():
-        raise ConfigError(f"{where}: two tensors are for {min(twice)}")
-    scaling = given.scaling_of("")
-    layers |= {
-        layer: AdaptedLayer(own.name, given.r, scaling, own.part)
-        for layer, own in of_experts.items()
-    }
-    return layers, replaced
+
+
+def _check_replaced(
+    where: str,
+    replaced: Mapping[str, str],
+    stored: Mapping[str, TensorEntry],
+    config: DecoderConfig,
+) -> None:
+    """Check that the tensors that an adapter has whole are as large as the model's."""
+    wanted = config.vocab_size, config.hidden_size
+    for tensor in replaced.values():
+        if config.head != "tokens":
+            raise ConfigError(f"{where}: the model makes no tokens, for which {tensor} is")
+        if (shape := stored[tensor].shape) != wanted:
+            raise ConfigError(
+                f"{where}: {tensor} has the shape {list(shape)}, but the model's is {list(wanted)}"
+            )
 
 
 def _replaced(where: str, modules: Sequence[str], tensors: Iterable[str]) -> dict[str, str]:

@@ -24,7 +24,7 @@ from baton.model.layers.layer_parts import (
     QueryScales,
 )
 from baton.model.layers.linear import Linear
-from baton.model.layers.lora import OwnTensors
+from baton.model.layers.lora import Replacements
 from baton.model.layers.mlp import Mlp
 from baton.model.tensor_parallel import Ranks
 
@@ -69,7 +69,7 @@ class Decoder:
     lora_modules: tuple[str, ...] = ()  # the names of the adapters
     of_adapters: tuple[Linear, ...] = ()  # their layers
     num_lora_slots: int = 0  # room for adapters at run time
-    own: OwnTensors = field(default_factory=OwnTensors)  # of adapters
+    replacements: Replacements = field(default_factory=Replacements)  # of adapters
     embedding_scale: float | None = None
     logit_cap: float | None = None  # a logit becomes cap * tanh(logit / cap)
     classifier: Tensor | None = None  # [labels, hidden] in fp32
@@ -94,7 +94,7 @@ class Decoder:
         if self.head is not None:
             yield self.head
         yield from self.of_adapters
-        yield from self.own.heads.values()
+        yield from self.replacements.heads.values()
 
     def forward(self, batch: Batch, rows: Tensor, backend: Backend) -> Tensor:
         """Store the batch's keys and values; return the logits of `rows`."""
@@ -107,8 +107,8 @@ class Decoder:
         if not len(hidden) or self.head is None:  # a device warms up with tokens in any case
             return hidden.new_zeros(len(hidden), len(self.embedding))
         logits = self.head(hidden)
-        if adapted is not None and self.own.heads:
-            self.own.project(logits, hidden, adapted)
+        if adapted is not None and self.replacements.heads:
+            self.replacements.project(logits, hidden, adapted)
         if self.logit_divisor is not None:
             logits = logits / self.logit_divisor
         if self.logit_cap is not None:
@@ -131,8 +131,8 @@ class Decoder:
         """
         backend.begin(batch)
         embedded = F.embedding(batch.token_ids, self.embedding)
-        if batch.adapted is not None and self.own.embeddings:
-            self.own.embed(embedded, batch.token_ids, batch.adapted)
+        if batch.adapted is not None and self.replacements.embeddings:
+            self.replacements.embed(embedded, batch.token_ids, batch.adapted)
         if self.embedding_scale is not None:
             embedded = embedded * self.embedding_scale
         inputs = None

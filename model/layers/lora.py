@@ -40,7 +40,7 @@ class Lora:
 
 
 @dataclass(slots=True)
-class OwnTensors:
+class Replacements:
     """What adapters have instead of the model's head and embedding, by the adapters' numbers."""
 
     heads: dict[int, Linear] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from torch import Tensor
 from baton.model.checkpoint.lora_files import MODULES, Adapter, tensor_of
 from baton.model.checkpoint.tensors import EMBEDDING, HEAD
 from baton.model.layers.linear import Linear
-from baton.model.layers.lora import Lora, OwnTensors
+from baton.model.layers.lora import Lora, Replacements
 from baton.model.layers.mlp import GroupedLinear, StackedExperts
 from baton.model.loading.weights import OpenFile, in_order
 from baton.protocol.errors import ConfigError
@@ -130,13 +130,13 @@ class PreparedAdapter(NamedTuple):
     lora: str  # its name in requests
     number: int  # among all adapters
     sites: list[PreparedSite]
-    own: OwnTensors  # of all adapters
+    replacements: Replacements  # of all adapters
     head: Linear | None
     embedding: Tensor | None
 
     def put(self) -> None:
         """Let it take effect, between two steps."""
-        self.own.set(self.number, self.head, self.embedding)
+        self.replacements.set(self.number, self.head, self.embedding)
         for site in self.sites:
             site.lora.shrink = _put(site.lora.shrink, self.number, site.shrink)
             site.lora.expand = _put(site.lora.expand, self.number, site.expand)
@@ -160,7 +160,7 @@ class LoraLoader:
         self._device, self._dtype = device, dtype
         self._readers = [AdapterReader(adapter, self._rank) for adapter in adapters]
         self._maker: LayerMaker | None = None
-        self.own = OwnTensors()
+        self.replacements = Replacements()
         self._head_rows = slice(None)
         self._make_head: Callable[[Tensor], Linear] | None = None
 
@@ -171,7 +171,7 @@ class LoraLoader:
         """
         self._head_rows, self._make_head = rows, make
         for number, reader in enumerate(self._readers):
-            self.own.set(number, *self._own_of(reader))
+            self.replacements.set(number, *self._replacing(reader))
 
     def takes(self, site: LoraSite) -> bool:
         """Return whether an adapter changes one of these layers, or may at run time."""
@@ -228,9 +228,9 @@ class LoraLoader:
             )
             for site, layer in self.sites
         ]
-        return PreparedAdapter(lora, number, sites, self.own, *self._own_of(reader))
+        return PreparedAdapter(lora, number, sites, self.replacements, *self._replacing(reader))
 
-    def _own_of(self, reader: AdapterReader) -> tuple[Linear | None, Tensor | None]:
+    def _replacing(self, reader: AdapterReader) -> tuple[Linear | None, Tensor | None]:
         weight, head = reader.replaced(HEAD, self._head_rows), None
         if weight is not None:
             assert self._make_head is not None, "an adapter with a head is of a model that has one"

@@ -173,7 +173,7 @@ class _Loader:
             lora_modules=tuple(adapter.name for adapter in self.weights.loras.adapters),
             of_adapters=tuple(linear for lora in self._loras() for linear in lora.linears()),
             num_lora_slots=self.weights.loras.space.num_slots,
-            own=self.weights.loras.own,
+            replacements=self.weights.loras.replacements,
             embedding_scale=scale,
             logit_cap=config.layers.logit_cap,
             classifier=self._classifier(),
@@ -507,11 +507,11 @@ class _Loader:
         name = EMBEDDING if is_tied else HEAD
         self._check_logits(weight, norm, f"{self.folder}: {name} or model.norm.weight")
 
-        def own_head(weight: Tensor) -> Linear:
+        def replacing_head(weight: Tensor) -> Linear:
             self._check_logits(weight, norm, "the adapter's lm_head")
             return self.linear(weight, is_head=True)
 
-        self.weights.loras.add_heads(rows, own_head)
+        self.weights.loras.add_heads(rows, replacing_head)
         return self.linear(weight, is_head=True), is_split
 
     def _check_logits(self, weight: Tensor, norm: Tensor, where: str) -> None:

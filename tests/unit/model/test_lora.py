@@ -407,6 +407,7 @@ def test_matrices_of_all_experts_that_do_not_fit_are_refused():
     for wrong, reason in (
         ({"r": 2}, r"have the shapes \[32, 64\] and \[64, 32\], but r and the model imply others"),
         ({"target_parameters": ["mlp.gate.weight"]}, "names mlp.gate.weight, but no tensor"),
+        ({"alpha_pattern": {"experts": 2}}, "target_parameters are not supported beside patterns"),
     ):
         described.write_text(json.dumps(fields | wrong))
         with pytest.raises(ConfigError, match=reason):
