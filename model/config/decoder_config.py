@@ -13,7 +13,6 @@ from msgspec import Meta
 
 from baton.model.config.expert_config import ExpertsConfig, experts_config
 from baton.model.config.families import (
-    ALWAYS,
     BY_ARCHITECTURE,
     BY_MODEL_TYPE,
     FAMILIES,
@@ -22,7 +21,6 @@ from baton.model.config.families import (
     Head,
     LayerNames,
     MlpNames,
-    Windows,
 )
 from baton.model.config.kinds_config import (
     ChunksConfig,
@@ -32,7 +30,13 @@ from baton.model.config.kinds_config import (
     kinds_config,
 )
 from baton.model.config.latent_config import IndexConfig, LatentConfig, latent_config
-from baton.model.config.layer_config import OF_IMAGES, LayersConfig, layers_config
+from baton.model.config.layer_config import (
+    OF_IMAGES,
+    LayersConfig,
+    layers_config,
+    says,
+    windows_config,
+)
 from baton.model.config.quantization import Quantization, fields_of_tool, read_quantization
 from baton.model.config.reading import (
     EndIds,
@@ -50,7 +54,6 @@ DecoderDtype = Literal["float32", "bfloat16"]
 Positive = Annotated[int, Meta(gt=0)]
 
 DEFAULT_LABELS = 2  # transformers' own
-LAYER_TYPES = {"full_attention", "sliding_attention"}
 # The files in which tools leave how they have quantized the weights.
 QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 # Fields that transformers honours in every family, where they say more than nothing.
@@ -242,7 +245,7 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
     rope, local_rope = ropes_config(file, family, fields)
     _check_rotated(file, rope, rotated_dim)
     num_positions = max(raw.max_position_embeddings, rope.num_positions)
-    window, full_layers = _sliding_window(file, family, fields, raw, num_positions)
+    window, full_layers = windows_config(file, family, fields, num_positions)
     kinds = None
     if family.has_kinds:
         seeing = full_layers if window else tuple(range(raw.num_hidden_layers))
@@ -260,10 +263,10 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         rms_norm_eps=_eps(file, family, fields),
         rope=rope,
         tie_word_embeddings=bool(raw.tie_word_embeddings),
-        qkv_bias=_says(file, fields, family.qkv_bias),
-        output_bias=_says(file, fields, family.output_bias),
-        mlp_bias=_says(file, fields, family.mlp_bias),
-        qk_norm=_says(file, fields, family.qk_norm),
+        qkv_bias=says(file, fields, family.qkv_bias),
+        output_bias=says(file, fields, family.output_bias),
+        mlp_bias=says(file, fields, family.mlp_bias),
+        qk_norm=says(file, fields, family.qk_norm),
         joins_qk_norm=family.joins_qk_norm,
         is_fused=family.is_fused,
         sliding_window=window,
@@ -302,10 +305,6 @@ class _RawConfig(msgspec.Struct):
     head_dim: Positive | None = None
     tie_word_embeddings: bool | None = None
     num_nextn_predict_layers: Annotated[int, Meta(ge=0)] = 0
-    sliding_window: Annotated[int, Meta(ge=0)] | None = None
-    sliding_window_pattern: Positive | None = None
-    max_window_layers: int = 28  # of Qwen
-    layer_types: tuple[str, ...] | None = None
     is_causal: bool = True
     use_bidirectional_attention: object = None
     attention_chunk_size: object = None
@@ -358,14 +357,6 @@ def _eps(file: Path, family: Family, fields: dict[str, object]) -> float:
     if not isinstance(eps, float | int):
         raise ConfigError(f"{file}: {family.norm_eps} must be a number, not {eps!r}")
     return float(eps)
-
-
-def _says(file: Path, fields: dict[str, object], name: str) -> bool:
-    """Return what a field says that a family names; `ALWAYS` and "" need no field."""
-    value = name == ALWAYS if name in (ALWAYS, "") else fields.get(name)
-    if not isinstance(value, bool | None):
-        raise ConfigError(f"{file}: {name} must be true or false, not {value!r}")
-    return bool(value)
 
 
 def _family(file: Path, kind: ModelKind) -> tuple[Family, Head]:
@@ -432,63 +423,6 @@ def _quantization(file: Path, raw: _RawConfig) -> Quantization | None:
             fields = fields_of_tool(other, read_json(other, msgspec.Raw))
             return None if fields is None else read_quantization(other, fields)
     return None
-
-
-def _sliding_window(
-    file: Path, family: Family, fields: dict[str, object], raw: _RawConfig, num_positions: int
-) -> tuple[int | None, tuple[int, ...]]:
-    """Return the window and the layers that see everything.
-
-    The window is None if no layer has one that is shorter than the model's length.
-    """
-    windows, window = family.windows, raw.sliding_window
-    has_index = family.latent is not None and family.latent.index is not None
-    if family.state is not None or family.has_chunks or has_index:
-        return None, ()
-    if windows is not None and windows.switch and not _says(file, fields, windows.switch):
-        window = None
-    has_own_rope = windows is not None and windows.has_own_rope
-    kinds = set(raw.layer_types or ())
-    if kinds and (kinds - LAYER_TYPES or len(raw.layer_types or ()) != raw.num_hidden_layers):
-        raise ConfigError(
-            f"{file}: layer_types must name one of {', '.join(sorted(LAYER_TYPES))} for each of "
-            f"{raw.num_hidden_layers} layers"
-        )
-    if window is None and ("sliding_attention" in kinds or has_own_rope):
-        raise ConfigError(f"{file}: layer_types: sliding_attention needs a sliding_window")
-    if window == 0:
-        raise ConfigError(f"{file}: sliding_window must be at least 1")
-    if window is None or (window >= num_positions and not has_own_rope):
-        return None, ()
-    if windows is None:
-        raise ConfigError(
-            f"{file}: sliding_window is not supported in models of {family.model_type}"
-        )
-    full = _full_layers(windows, raw)
-    if family.has_kinds:  # transformers lets the last layer see everything in any case
-        full = tuple(sorted({*full, raw.num_hidden_layers - 1}))
-    if raw.layer_types and full and not windows.reads_layer_types:
-        raise ConfigError(f"{file}: layer_types: {family.model_type} has the window in all layers")
-    return (None, ()) if len(full) == raw.num_hidden_layers else (window, full)
-
-
-def _full_layers(windows: Windows, raw: _RawConfig) -> tuple[int, ...]:
-    """Return the layers without a window."""
-    layers = range(raw.num_hidden_layers)
-    if raw.layer_types:
-        return tuple(layer for layer in layers if raw.layer_types[layer] == "full_attention")
-    match windows.layers:
-        case "all":
-            return ()
-        case "upper":
-            return tuple(layers[: max(0, raw.max_window_layers)])
-        case "alternate":
-            return tuple(layer for layer in layers if layer % 2 or layer >= raw.max_window_layers)
-        case "pattern":
-            period = windows.period
-            if windows.reads_period and raw.sliding_window_pattern is not None:
-                period = raw.sliding_window_pattern
-            return tuple(layers[period - 1 :: period])
 
 
 def _stored_dtype(raw: _RawConfig) -> str:

@@ -82,63 +82,64 @@ def _plain_experts(file: Path, names: Experts, raw: RawExperts) -> ExpertsConfig
         raise ConfigError(f"{file}: num_experts and num_local_experts differ: name one of them")
     num_experts = raw.num_experts or raw.num_local_experts
     per_tok = raw.num_experts_per_tok
-    if num_experts is None or per_tok is None or raw.moe_intermediate_size == 0:
-        raise ConfigError(f"{file}: num_experts or the number of experts of a token is missing")
+    width = raw.moe_intermediate_size
+    if names.fills_layers or names.routing == "input_sigmoid":
+        width = raw.intermediate_size
+    if num_experts is None or per_tok is None or width is None:
+        raise ConfigError(
+            f"{file}: num_experts, moe_intermediate_size or the number of experts of a token is "
+            "missing"
+        )
     if per_tok > num_experts:
         raise ConfigError(
             f"{file}: num_experts_per_tok must be at most the {num_experts} experts, not {per_tok}"
         )
-    routing = None
-    if names.routing == "sigmoid":
-        routing = GroupedRouting(True, 1, 1, raw.routed_scaling_factor, names.least_sum)
-    if not raw.use_expert_bias:
-        raise ConfigError(f"{file}: use_expert_bias is false, which is not supported")
-    if routing is not None and (
-        raw.scoring_func not in (None, "sigmoid") or raw.shared_intermediate_size
-    ):
-        raise ConfigError(f"{file}: scoring_func must be sigmoid, and shared_intermediate_size 0")
-    if names.routing == "input_sigmoid":
-        step = raw.interleave_moe_layer_step
-        layers = range(raw.num_hidden_layers)
-        sparse = layers[step - 1 :: step] if raw.moe_layers is None else raw.moe_layers
-        return ExpertsConfig(
-            names=names,
-            num_experts=num_experts,
-            num_experts_per_tok=per_tok,
-            moe_intermediate_size=raw.intermediate_size,
-            norm_topk_prob=False,
-            mlp_only_layers=tuple(layer for layer in layers if layer not in sparse),
-            shared_expert_intermediate_size=raw.intermediate_size,
-        )
     if names.fills_layers:
-        return ExpertsConfig(
-            names=names,
-            num_experts=num_experts,
-            num_experts_per_tok=per_tok,
-            moe_intermediate_size=raw.intermediate_size,
-            norm_topk_prob=True,
-            shared_expert_intermediate_size=raw.shared_intermediate_size if names.adds_mlp else 0,
-            routing=routing,
-        )
-    dense = (
-        layer
-        for layer in range(raw.num_hidden_layers)
-        if layer in (raw.mlp_only_layers or ())
-        or (layer + 1) % raw.decoder_sparse_step
-        or layer < raw.num_dense_layers
-    )
-    assert raw.moe_intermediate_size is not None, "the family's row has a default"
-    shared = raw.shared_expert_intermediate_size if names.shared else None
+        shared = raw.shared_intermediate_size if names.adds_mlp else 0
+    elif names.routing == "input_sigmoid":
+        shared = width
+    else:
+        shared = raw.shared_expert_intermediate_size or 0 if names.shared else 0
     return ExpertsConfig(
         names=names,
         num_experts=num_experts,
         num_experts_per_tok=per_tok,
-        moe_intermediate_size=raw.moe_intermediate_size,
-        norm_topk_prob=raw.norm_topk_prob,
-        mlp_only_layers=tuple(dense),
-        shared_expert_intermediate_size=shared or 0,
-        routing=routing,
+        moe_intermediate_size=width,
+        norm_topk_prob=names.fills_layers or raw.norm_topk_prob,
+        mlp_only_layers=_plain_dense_layers(names, raw),
+        shared_expert_intermediate_size=shared,
+        routing=_sigmoid_routing(file, names, raw),
     )
+
+
+def _plain_dense_layers(names: Experts, raw: RawExperts) -> tuple[int, ...]:
+    """Return the layers without experts."""
+    layers = range(raw.num_hidden_layers)
+    if names.fills_layers:
+        return ()
+    if names.routing == "input_sigmoid":
+        step = raw.interleave_moe_layer_step
+        sparse = layers[step - 1 :: step] if raw.moe_layers is None else raw.moe_layers
+        return tuple(layer for layer in layers if layer not in sparse)
+    return tuple(
+        layer
+        for layer in layers
+        if layer in (raw.mlp_only_layers or ())
+        or (layer + 1) % raw.decoder_sparse_step
+        or layer < raw.num_dense_layers
+    )
+
+
+def _sigmoid_routing(file: Path, names: Experts, raw: RawExperts) -> GroupedRouting | None:
+    """Return the choice by sigmoids among all experts; None where it is another one."""
+    if names.routing != "sigmoid":
+        return None
+    if raw.scoring_func not in (None, "sigmoid") or raw.shared_intermediate_size:
+        raise ConfigError(f"{file}: scoring_func must be sigmoid, and shared_intermediate_size 0")
+    if not raw.use_expert_bias:
+        raise ConfigError(f"{file}: use_expert_bias is false, which is not supported")
+    scale = 1.0 if names.fills_layers else raw.routed_scaling_factor
+    return GroupedRouting(True, 1, 1, scale, names.least_sum)
 
 
 class RawGrouped(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""What layers of a family have that those of Llama lack: other gates and norms, caps of scores.
+"""What layers of a family have that those of Llama lack: gates, norms, caps of scores, windows.
 
 This module never imports torch.
 """
@@ -10,11 +10,12 @@ import msgspec
 from msgspec import Meta
 
 from baton.kernels.constants import CLAMPED, SILU, Gate
-from baton.model.config.families import Family
+from baton.model.config.families import ALWAYS, Family, Windows
 from baton.model.config.reading import converted
 from baton.protocol.errors import ConfigError
 
 _Positive = Annotated[float, Meta(gt=0)]
+LAYER_TYPES = {"full_attention", "sliding_attention"}
 OF_IMAGES = "vision"  # the kind of bidirectional attention that text has not
 
 
@@ -100,3 +101,79 @@ def layers_config(file: Path, family: Family, fields: dict[str, object]) -> Laye
         score_cap=raw.attn_logit_softcapping,
         logit_cap=raw.final_logit_softcapping,
     )
+
+
+class _RawWindows(msgspec.Struct):
+    """The fields of config.json that say which layers have a window."""
+
+    num_hidden_layers: Annotated[int, Meta(gt=0)]
+    sliding_window: Annotated[int, Meta(ge=0)] | None = None
+    sliding_window_pattern: Annotated[int, Meta(gt=0)] | None = None
+    max_window_layers: int = 28  # of Qwen
+    layer_types: tuple[str, ...] | None = None
+
+
+def windows_config(
+    file: Path, family: Family, fields: dict[str, object], num_positions: int
+) -> tuple[int | None, tuple[int, ...]]:
+    """Return the window and the layers that see everything.
+
+    The window is None if no layer has one that is shorter than the model's length.
+    """
+    raw = converted(file, fields, _RawWindows)
+    windows, window = family.windows, raw.sliding_window
+    has_index = family.latent is not None and family.latent.index is not None
+    if family.state is not None or family.has_chunks or has_index:
+        return None, ()
+    if windows is not None and windows.switch and not says(file, fields, windows.switch):
+        window = None
+    has_own_rope = windows is not None and windows.has_own_rope
+    kinds = set(raw.layer_types or ())
+    if kinds and (kinds - LAYER_TYPES or len(raw.layer_types or ()) != raw.num_hidden_layers):
+        raise ConfigError(
+            f"{file}: layer_types must name one of {', '.join(sorted(LAYER_TYPES))} for each of "
+            f"{raw.num_hidden_layers} layers"
+        )
+    if window is None and ("sliding_attention" in kinds or has_own_rope):
+        raise ConfigError(f"{file}: layer_types: sliding_attention needs a sliding_window")
+    if window == 0:
+        raise ConfigError(f"{file}: sliding_window must be at least 1")
+    if window is None or (window >= num_positions and not has_own_rope):
+        return None, ()
+    if windows is None:
+        raise ConfigError(
+            f"{file}: sliding_window is not supported in models of {family.model_type}"
+        )
+    full = _full_layers(windows, raw)
+    if family.has_kinds:  # transformers lets the last layer see everything in any case
+        full = tuple(sorted({*full, raw.num_hidden_layers - 1}))
+    if raw.layer_types and full and not windows.reads_layer_types:
+        raise ConfigError(f"{file}: layer_types: {family.model_type} has the window in all layers")
+    return (None, ()) if len(full) == raw.num_hidden_layers else (window, full)
+
+
+def _full_layers(windows: Windows, raw: _RawWindows) -> tuple[int, ...]:
+    """Return the layers without a window."""
+    layers = range(raw.num_hidden_layers)
+    if raw.layer_types:
+        return tuple(layer for layer in layers if raw.layer_types[layer] == "full_attention")
+    match windows.layers:
+        case "all":
+            return ()
+        case "upper":
+            return tuple(layers[: max(0, raw.max_window_layers)])
+        case "alternate":
+            return tuple(layer for layer in layers if layer % 2 or layer >= raw.max_window_layers)
+        case "pattern":
+            period = windows.period
+            if windows.reads_period and raw.sliding_window_pattern is not None:
+                period = raw.sliding_window_pattern
+            return tuple(layers[period - 1 :: period])
+
+
+def says(file: Path, fields: dict[str, object], name: str) -> bool:
+    """Return what a field says that a family names; `ALWAYS` and "" need no field."""
+    value = name == ALWAYS if name in (ALWAYS, "") else fields.get(name)
+    if not isinstance(value, bool | None):
+        raise ConfigError(f"{file}: {name} must be true or false, not {value!r}")
+    return bool(value)

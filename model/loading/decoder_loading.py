@@ -13,16 +13,10 @@ from baton.model.batch_invariance.row_rule import RowThreads, at_once
 from baton.model.checkpoint.tensors import (
     EMBEDDING,
     HEAD,
-    INPUT_NORM,
-    INPUT_PROJECTION,
-    INPUTS,
     LABELS,
-    EndTensors,
-    ExpertTensors,
     IndexTensors,
     LatentTensors,
     LayerTensors,
-    MlpTensors,
     units_of_rank,
 )
 from baton.model.checkpoint.weight_files import check_tensors
@@ -33,38 +27,18 @@ from baton.model.layers.attention import Keys, Scoring
 from baton.model.layers.decoder import Decoder, DecoderLayer
 from baton.model.layers.key_index import IndexWeights
 from baton.model.layers.latent_attention import LatentAttention, LatentWeights, make_latent
-from baton.model.layers.layer_parts import (
-    ExpertsBeside,
-    InputPart,
-    JoinedNorms,
-    LayerEnd,
-    LayerInputs,
-    Packing,
-    QueryScales,
-    ValueNorms,
-)
 from baton.model.layers.linear import Linear
 from baton.model.layers.lora import Lora
-from baton.model.layers.mlp import (
-    DenseMlp,
-    ExpertAdapters,
-    ExpertMlp,
-    GroupedRouter,
-    Mlp,
-    Router,
-    SharedExpert,
-    SigmoidRouter,
-    SoftmaxRouter,
-)
 from baton.model.layers.rotary import head_order
-from baton.model.loading.adapters import LoraLoader, LoraSite
+from baton.model.loading.adapters import LoraLoader
 from baton.model.loading.layer_weights import (
     NUM_LINEAR_KINDS,
-    AnyWeight,
     LayerWeights,
     RankDevice,
     linears_for,
 )
+from baton.model.loading.mlp_loading import MlpLoader
+from baton.model.loading.part_loading import PartLoader
 from baton.model.loading.state_loading import load_state
 from baton.model.loading.weights import (
     Checkpoint,
@@ -75,7 +49,7 @@ from baton.protocol.errors import ConfigError
 
 NUM_EXPERT_KINDS = 6  # router, gate and up, down; those of a shared expert
 NUM_INPUT_KINDS = 3  # all layers' inputs, and a layer's gate and projection
-NUM_STATE_KINDS = 2  # what reads the hidden state, and what writes it
+NUM_STATE_KINDS = 4  # what reads the hidden state, and what writes it; two that expand gates
 NUM_LATENT_KINDS = 3  # queries, each head's keys and values
 NUM_INDEX_KINDS = 2  # queries, the heads' weights
 NUM_LORA_KINDS = 8  # two matrices for each kind but the head
@@ -136,11 +110,6 @@ def check_split(config: DecoderConfig, size: int) -> None:
         )
 
 
-def deinterleaved(x: Tensor, own: slice) -> Tensor:
-    """Return gates, then ups, of `own` numbers, of `[…, 2 * width]` with both interleaved."""
-    return torch.cat((x[..., ::2][..., own], x[..., 1::2][..., own]), dim=-1)
-
-
 class _Loader:
     def __init__(self, weights: LayerWeights, place: RankDevice) -> None:
         self.weights, self.place = weights, place
@@ -151,6 +120,7 @@ class _Loader:
         self.head_order = (
             head_order(config.rope, config.head_dim) if config.latent is None else None
         )
+        self.parts, self.mlps = PartLoader(weights, self.head_order), MlpLoader(weights)
 
     def load(self, progress: Progress) -> Decoder:
         config, total = self.config, self.config.num_layers + 1
@@ -160,10 +130,10 @@ class _Loader:
             layers.append(self._layer(number, tensors))
         progress("weights", config.num_layers, total)
         embedding = self.read(EMBEDDING)
-        norm = self._norm(self.weights.tensors.norm)
+        norm = self.weights.norm(self.weights.tensors.norm)
         scale = config.layers.embedding_scale
         if scale is not None:
-            scale = self._rounded(scale)
+            scale = self.weights.rounded(scale)
         head, is_split = self._head(embedding, norm)
         progress("weights", total, total)
         is_alone_on_cpu = self.place.device.type == "cpu" and self.ranks.size == 1
@@ -179,7 +149,7 @@ class _Loader:
             classifier=self._classifier(),
             residual_scale=config.layers.residual_scale,
             logit_divisor=config.layers.logit_divisor,
-            inputs=self._inputs(),
+            inputs=self.parts.inputs(),
         )  # fmt: skip
 
     def _loras(self) -> list[Lora]:
@@ -188,24 +158,27 @@ class _Loader:
     def _layer(self, number: int, tensors: LayerTensors) -> DecoderLayer:
         config, joins_norms = self.config, self.config.joins_qk_norm
         latent = state = None
-        packing = self._packing(number, tensors)
+        packing = self.parts.packing(number, tensors)
         if tensors.state is not None:
             qkv, state, packing = load_state(self.weights, tensors.state)
         elif tensors.latent is not None:
             qkv, latent = self._latent(tensors.latent, number)
         else:
             qkv = self.weights.columns(tensors.qkv, self._order_of(tensors.qkv))
-        norms = {role: self._norm(norm) for role, norm in tensors.norms.items()}
+        norms = {role: self.weights.norm(norm) for role, norm in tensors.norms.items()}
         qk_norms = (tensors.q_norm, tensors.k_norm)
+        experts = None
+        if tensors.beside is not None and tensors.experts is not None:
+            experts = self.mlps.experts(tensors.experts)
         return DecoderLayer(
             attention_norm=norms["attention_norm"],
             qkv=qkv,
-            head_norms=None if joins_norms else self._head_norms(number, *qk_norms),
+            head_norms=None if joins_norms else self.parts.head_norms(number, *qk_norms),
             packing=packing,
             output=self.weights.rows(tensors.output),
-            mlp=self._mlp_or_experts(tensors),
-            beside=self._beside(tensors),
-            end=self._end(tensors.end),
+            mlp=self.mlps.mlp_or_experts(tensors),
+            beside=self.parts.beside(tensors, experts),
+            end=self.parts.end(tensors.end),
             mlp_norm=norms.get("mlp_norm"),
             latent=latent,
             output_norm=norms.get("output_norm"),
@@ -220,22 +193,12 @@ class _Loader:
             number=config.stored_number(number),
             state=state,
             num_gates=self._num_gates() if state is None else 0,
-            query_scales=self._query_scales(number),
+            query_scales=self.parts.query_scales(number),
         )
 
     def _num_gates(self) -> int:
         heads, _ = local_heads(self.config, self.ranks.size)
         return heads * self.config.head_dim if self.config.layers.has_output_gates else 0
-
-    def _query_scales(self, number: int) -> QueryScales | None:
-        config, chunks = self.config, self.config.chunks
-        if chunks is None or chunks.temperature is None or config.rotates(number):
-            return None
-        span = chunks.temperature.span
-        spans = torch.arange(config.max_position_embeddings // span + 1)
-        scales = spans.float().log1p() * chunks.temperature.growth + 1.0
-        heads, _ = local_heads(config, self.ranks.size)
-        return QueryScales(scales.to(self.place.device), span, heads * config.head_dim)
 
     def _scoring(self, number: int, sinks_name: str | None) -> Scoring:
         config, sinks = self.config, None
@@ -245,19 +208,15 @@ class _Loader:
         cap = config.layers.score_cap
         return Scoring(config.attention_scale, config.window_of(number), cap, sinks)
 
-    def _norm(self, norm: NormTensor) -> Tensor:
-        weight = self.read(norm.name + ".weight", dtype=torch.float32)
-        return weight + self.config.layers.norm_offset
-
     def _latent(self, tensors: LatentTensors, number: int) -> tuple[Linear, LatentAttention]:
         sizes = self.config.latent
         assert sizes is not None, "the layer has latent attention"
-        q_down = None if tensors.q_down is None else self._whole(tensors.q_down)
+        q_down = None if tensors.q_down is None else self.weights.whole(tensors.q_down)
         weights = LatentWeights(
             q_down=q_down,
             q_norm=None if tensors.q_norm is None else self._latent_norm(tensors.q_norm),
             q_up=self._of_heads(tensors.q_up),
-            row_down=self._whole(tensors.row_down),
+            row_down=self.weights.whole(tensors.row_down),
             row_norm=self._latent_norm(tensors.row_norm),
             row_up=self._of_heads(tensors.row_up),
             of_index=None if tensors.index is None else self._index(tensors.index, number),
@@ -267,12 +226,12 @@ class _Loader:
     def _index(self, tensors: IndexTensors, number: int) -> IndexWeights:
         config, index = self.config, self.config.index
         assert index is not None, "the layer has an index"
-        queries = self._whole(tensors.queries).view(index.num_heads, index.head_dim, -1)
+        queries = self.weights.whole(tensors.queries).view(index.num_heads, index.head_dim, -1)
         norm = [self.read(f"{tensors.key_norm.name}.{part}").float() for part in ("weight", "bias")]
         return IndexWeights(
             number=index.layers.index(number),
             queries=queries,
-            key=self._whole(tensors.keys),
+            key=self.weights.whole(tensors.keys),
             key_norm=torch.stack(norm),
             weights=self.read(tensors.weights.name + ".weight", dtype=torch.float32),
             rotated=config.rotary_dim,
@@ -281,9 +240,6 @@ class _Loader:
 
     def _latent_norm(self, norm: NormTensor) -> Tensor:
         return self.read(norm.name + ".weight").float()
-
-    def _whole(self, linear: LinearTensors) -> Tensor:
-        return self.read(linear.name + ".weight")
 
     def _of_heads(self, linear: LinearTensors) -> Tensor:
         """Return this rank's heads, `[num_heads, width, inputs]`."""
@@ -306,174 +262,6 @@ class _Loader:
             order.append((numbers[:, head_order] if units.is_rotated else numbers).flatten())
             first += count * units.width
         return torch.cat(order + gates)
-
-    def _mlp_or_experts(self, tensors: LayerTensors) -> Mlp | None:
-        if tensors.mlp is not None:
-            return self._mlp(tensors.mlp)
-        return None if tensors.experts is None else self._experts(tensors.experts)
-
-    def _beside(self, tensors: LayerTensors) -> ExpertsBeside | None:
-        beside = tensors.beside
-        if beside is None:
-            return None
-        assert tensors.experts is not None, "the layer has experts"
-        norms = {role: self._norm(norm) for role, norm in beside.norms.items()}
-        to_router = self.read(beside.input_scale, dtype=torch.float32) * beside.hidden**-0.5
-        return ExpertsBeside(
-            experts=self._experts(tensors.experts),
-            router_norm=to_router,
-            expert_scales=self.read(beside.expert_scale, dtype=torch.float32),
-            eps=self.config.rms_norm_eps,
-            ranks=self.ranks,
-            **norms,
-        )
-
-    def _end(self, tensors: EndTensors | None) -> LayerEnd | None:
-        if tensors is None:
-            return None
-        factor = self.read(tensors.factor).view(1)
-        if tensors.gate is None or tensors.projection is None or tensors.norm is None:
-            return LayerEnd(factor)
-        gate, projection = (
-            self.linear(self._whole(linear)) for linear in (tensors.gate, tensors.projection)
-        )
-        eps, how = self.config.rms_norm_eps, self.config.layers.gate
-        assert how is not None, "layers with inputs have gates"
-        return LayerEnd(factor, InputPart(gate, projection, self._norm(tensors.norm), how, eps))
-
-    def _inputs(self) -> LayerInputs | None:
-        inputs = None if self.config.kinds is None else self.config.kinds.inputs
-        if inputs is None:
-            return None
-        return LayerInputs(
-            embedding=self.read(INPUTS),
-            scale=self._rounded(inputs.width**0.5),
-            projection=self.linear(self.read(f"{INPUT_PROJECTION}.weight")),
-            projection_scale=self.config.hidden_size**-0.5,
-            norm=self._norm(NormTensor(INPUT_NORM, inputs.width)),
-            eps=self.config.rms_norm_eps,
-        )
-
-    def _rounded(self, scale: float) -> float:
-        """Return the scale of an embedding, rounded as transformers rounds it."""
-        return float(torch.tensor(scale, dtype=self.place.dtype))
-
-    def _packing(self, number: int, tensors: LayerTensors) -> Packing | None:
-        if self.config.joins_qk_norm:
-            return self._joined_norms(tensors.q_norm, tensors.k_norm)
-        return self._value_norms(number)
-
-    def _value_norms(self, number: int) -> ValueNorms | None:
-        config, kinds = self.config, self.config.kinds
-        if kinds is None or not config.stores_keys(number):
-            return None
-        _, kv_heads, width = self._heads_of(number)
-        ones = torch.ones(width, device=self.place.device)
-        are_keys = kinds.values_are_keys and config.is_wide(number)
-        return ValueNorms(ones, kv_heads, are_keys, config.rms_norm_eps)
-
-    def _heads_of(self, number: int) -> tuple[int, int, int]:
-        """Return this rank's heads of queries and of keys, and the numbers of a head."""
-        kv_heads, width = self.config.heads_of(number)
-        num_heads, _ = local_heads(self.config, self.ranks.size)
-        return num_heads, max(1, kv_heads // self.ranks.size), width
-
-    def _mlp(self, tensors: MlpTensors) -> DenseMlp:
-        gate_up = self.weights.columns(tensors.gate_up)
-        return DenseMlp(gate_up, self.weights.rows(tensors.down), self.config.layers.gate)
-
-    def _experts(self, tensors: ExpertTensors) -> ExpertMlp:
-        """Return the experts, each of which is split over the ranks as a dense MLP is."""
-        numbers, biases, down_biases = range(tensors.num_experts), None, None
-        if tensors.names.is_interleaved:
-            own = share(tensors.width, self.ranks.rank, self.ranks.size)
-            biases = deinterleaved(self.read(f"{tensors.stacked_gate_up}_bias"), own)
-            # The ranks' results are summed, so one rank alone adds the other biases.
-            if self.ranks.rank == 0:
-                down_biases = self.read(f"{tensors.stacked_down}_bias")
-        return ExpertMlp(
-            router=self._router(tensors),
-            scales_inputs=tensors.names.routing == "input_sigmoid",
-            numbers=torch.arange(tensors.num_experts, device=self.place.device),
-            gate_up=self.grouped((self._gate_up_of(tensors, one) for one in numbers), biases),
-            down=self.grouped((self._down_of(tensors, one) for one in numbers), down_biases),
-            shared=self._shared(tensors),
-            latent=self._latent_pair(tensors),
-            gate=self.config.layers.gate,
-            adapters=self._expert_adapters(tensors),
-        )
-
-    def _latent_pair(self, tensors: ExpertTensors) -> tuple[Linear, Linear] | None:
-        if tensors.latent is None:
-            return None
-        inner, outer = tensors.latent
-        return self.linear(self._whole(inner)), self.linear(self._whole(outer))
-
-    def _expert_adapters(self, tensors: ExpertTensors) -> ExpertAdapters | None:
-        width, hidden = tensors.width, tensors.hidden
-        own, every = share(width, self.ranks.rank, self.ranks.size), slice(0, hidden)
-        experts = [tensors.expert(number) for number in range(tensors.num_experts)]
-        gate_ups = [tuple(linear.name for linear in expert.gate_up) for expert in experts]
-        gate_up = self.weights.expert_lora(
-            [LoraSite(names, (own,) * len(names), every) for names in gate_ups]
-        )
-        down = self.weights.expert_lora(
-            [LoraSite((expert.down.name,), (every,), own) for expert in experts]
-        )
-        if gate_up is None and down is None:
-            return None
-        loras = self.weights.loras
-        num_groups = (len(loras.adapters) + loras.space.num_slots) * tensors.num_experts
-        return ExpertAdapters(gate_up, down, torch.arange(num_groups, device=self.place.device))
-
-    def _router(self, tensors: ExpertTensors) -> Router:
-        experts, name = self.config.experts, tensors.router.name
-        assert experts is not None, "the layer has experts"
-        how, choice = experts.routing, (experts.num_experts_per_tok, experts.norm_topk_prob)
-        if tensors.names.routing == "input_sigmoid":
-            return SigmoidRouter(self.linear(self.read(name + ".weight")), choice[0])
-        if how is None:
-            bias = self.read(name + ".bias") if tensors.router.has_bias else None
-            return SoftmaxRouter(self.linear(self.read(name + ".weight"), bias), *choice)
-        linear = self.linear(self.read(name + ".weight", dtype=torch.float32))
-        bias = None
-        if tensors.score_bias is not None:
-            bias = self.read(tensors.score_bias, dtype=torch.float32)
-            if not bias.isfinite().all():
-                raise ConfigError(f"{self.folder}: {tensors.score_bias} is not finite")
-        return GroupedRouter(linear, bias, how, *choice)
-
-    def _shared(self, tensors: ExpertTensors) -> SharedExpert | None:
-        if tensors.shared is None:
-            return None
-        gate = None
-        if tensors.shared_gate is not None:
-            gate = self.linear(self._whole(tensors.shared_gate))
-        return SharedExpert(gate, self._mlp(tensors.shared))
-
-    def _gate_up_of(self, tensors: ExpertTensors, number: int) -> AnyWeight:
-        width, name = tensors.width, tensors.stacked_gate_up
-        own = share(width, self.ranks.rank, self.ranks.size)
-        if tensors.names.is_interleaved:
-            return deinterleaved(self.read(name, item=number), own).T.contiguous()
-        parts = own, slice(width + own.start, width + own.stop)
-        if tensors.layout == "transposed":
-            return torch.cat([self.read(name, columns=part, item=number).T for part in parts])
-        if tensors.layout == "stacked":
-            return torch.cat([self.read(name, rows=rows, item=number) for rows in parts])
-        names = [linear.name for linear in tensors.expert(number).gate_up]
-        return self.weights.weight(names, (own,) * len(names), None, is_expert=True)
-
-    def _down_of(self, tensors: ExpertTensors, number: int) -> AnyWeight:
-        own, name = share(tensors.width, self.ranks.rank, self.ranks.size), tensors.stacked_down
-        if tensors.names.is_interleaved:
-            return self.read(name, rows=own, item=number).T.contiguous()
-        if tensors.layout == "transposed":
-            return self.read(name, rows=own, item=number).T.contiguous()
-        if tensors.layout == "stacked":
-            return self.read(name, columns=own, item=number)
-        every = slice(0, tensors.hidden)
-        return self.weights.weight([tensors.expert(number).down.name], [every], own, is_expert=True)
 
     def _classifier(self) -> Tensor | None:
         """Return the weight, `[labels, hidden]` in fp32, that a last hidden state meets."""
@@ -527,29 +315,3 @@ class _Loader:
                 f"{where} holds NaN, infinity or numbers so large that logits would overflow: "
                 "fetch the files again"
             )
-
-    def _head_norms(
-        self, number: int, q_norm: NormTensor | None, k_norm: NormTensor | None
-    ) -> Tensor | None:
-        num_heads, kv_heads, width = self._heads_of(number)
-        chunks = self.config.chunks
-        if chunks is not None and chunks.norms_rotated and self.config.rotates(number):
-            # Llama 4 norms what it has rotated, which is as long as before.
-            return torch.ones(num_heads + kv_heads, width, device=self.place.device)
-        if q_norm is None:
-            return None
-        norms = self._norm(q_norm).expand(num_heads, -1)
-        if k_norm is not None:  # of a layer that stores keys
-            norms = torch.cat((norms, self._norm(k_norm).expand(kv_heads, -1)))
-        norms = norms.contiguous()
-        return norms if self.head_order is None else norms[:, self.head_order].contiguous()
-
-    def _joined_norms(self, q_norm: NormTensor | None, k_norm: NormTensor | None) -> JoinedNorms:
-        assert q_norm is not None, "the family has norms of queries and keys"
-        assert k_norm is not None, "the family has norms of queries and keys"
-        config, ranks = self.config, self.ranks
-        norms = [self._norm(q_norm), self._norm(k_norm)]
-        if (order := self.head_order) is not None:
-            norms = [norm.view(-1, config.head_dim)[:, order].flatten() for norm in norms]
-        copies = max(1, ranks.size // config.num_kv_heads)
-        return JoinedNorms(norms[0], norms[1], copies, config.rms_norm_eps, ranks)

@@ -17,7 +17,7 @@ from baton.model.batch_invariance.host_linears import MAX_HEAD_ROWS, HostLinears
 from baton.model.checkpoint.tensors import decoder_tensors, layout_of
 from baton.model.config.decoder_config import DecoderConfig
 from baton.model.config.packing import Packing
-from baton.model.config.tensor_parts import LinearTensors
+from baton.model.config.tensor_parts import LinearTensors, NormTensor
 from baton.model.layers.linear import Linear, Product
 from baton.model.layers.lora import Lora
 from baton.model.layers.mlp import GroupedLinear, GroupedProduct, StackedExperts
@@ -182,6 +182,18 @@ class LayerWeights:
         else:
             tensor = self.checkpoint.read(name, rows=rows, columns=columns, item=item)
         return tensor.to(self.device, dtype or self.dtype, copy=True).contiguous()
+
+    def whole(self, linear: LinearTensors) -> Tensor:
+        """Return the weight of a layer that all ranks have as a whole."""
+        return self.read(linear.name + ".weight")
+
+    def norm(self, norm: NormTensor) -> Tensor:
+        weight = self.read(norm.name + ".weight", dtype=torch.float32)
+        return weight + self.config.layers.norm_offset
+
+    def rounded(self, scale: float) -> float:
+        """Return the scale of an embedding, rounded as transformers rounds it."""
+        return float(torch.tensor(scale, dtype=self.dtype))
 
     def _of_bytes(
         self,

@@ -87,7 +87,11 @@ def test_keys_that_shared_layers_have_in_files_are_not_read(tmp_path):
         ({"per_layer_config": {"2": {"head_dim": 8}, "5": {}, "6": {}}}, "must give one head_dim"),
         ({"num_kv_shared_layers": 5}, "without one that stores keys"),
         ({"vocab_size_per_layer_input": 100}, "less than vocab_size"),
-        ({"enable_moe_block": True}, "num_experts"),
+        ({"enable_moe_block": True}, "num_experts, moe_intermediate_size"),
+        (
+            {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2},
+            "moe_intermediate_size or the number",
+        ),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
         ({"num_key_value_heads": 1}, "must divide"),
     ],
