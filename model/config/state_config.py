@@ -76,19 +76,20 @@ class StateTensors(msgspec.Struct, frozen=True):
     """The tensors of one layer with a state."""
 
     inputs: tuple[LinearTensors, ...]
-    expansions: tuple[LinearTensors, ...]  # of the last inputs but one, if any: gates, and steps
     taps: tuple[str, ...]  # [channels, 1, num_taps] together
     tap_biases: str | None  # [channels]
     num_channels: int
     num_taps: int
-    rates: str | None  # [heads]: logarithms; this and the next three are None without matrices
-    step_biases: str | None  # [heads], or of each number of their keys
     rates_shape: Shape
-    num_steps: int
+    num_steps: int  # of heads, or of each number of their keys
+    rates: str | None  # logarithms; this and the next three are None without matrices
+    step_biases: str | None  # [num_steps]
     skips: str | None  # [heads]: how much of a value goes past the state
-    num_heads: int
     norm: NormTensor | None
+    num_heads: int
     output: LinearTensors
+    # They make the gates of the norm, and the steps, of what two of the inputs give.
+    expansions: tuple[LinearTensors, ...] = ()
 
     def shapes(self) -> Iterator[tuple[str, Shape]]:
         for linear in (*self.inputs, *self.expansions):
@@ -255,45 +256,54 @@ def _mamba(file: Path, names: StateLayers, layers: tuple[int, ...], raw: _RawMam
 def state_tensors(config: StateConfig, layer: str, hidden_size: int) -> StateTensors:
     """Return the tensors of a layer whose names begin with `layer`."""
     block, hidden, kind = f"{layer}{config.names.block}.", Units(hidden_size), config.names.kind
+    if kind == "key_delta":
+        return _key_delta_tensors(config, block, hidden)
     norm, outputs = None, Units(config.num_channels)
-    taps = {
-        "conv": (f"{block}conv.weight",),
-        "key_delta": tuple(f"{block}{name}_conv1d.weight" for name in ("q", "k", "v")),
-    }.get(kind, (f"{block}conv1d.weight",))
-    is_by_key = kind == "key_delta"
-    rates_shape: Shape = (config.num_heads,)
-    if is_by_key:
-        rates_shape = (1, 1, config.num_heads, 1)
+    taps = f"{block}conv" if kind == "conv" else f"{block}conv1d"
     if kind != "conv":
         outputs = Units(config.num_heads, config.value_dim)
         # Of each head alone, or of all together.
-        size = outputs.size if kind == "mamba" else config.value_dim
-        norm = NormTensor(f"{block}o_norm" if is_by_key else f"{block}norm", size)
-    expansions: tuple[LinearTensors, ...] = ()
-    if is_by_key:
-        row = Units(1, config.value_dim)
-        expansions = tuple(
-            LinearTensors(f"{block}{name}", (outputs,), row) for name in ("g_b_proj", "f_b_proj")
-        )
+        norm = NormTensor(f"{block}norm", config.value_dim if kind == "delta" else outputs.size)
     return StateTensors(
         inputs=tuple(LinearTensors(block + name, units, hidden) for name, units in _inputs(config)),
-        expansions=expansions,
-        taps=taps,
-        tap_biases=f"{block}conv1d.bias" if config.has_tap_biases else None,
+        taps=(f"{taps}.weight",),
+        tap_biases=f"{taps}.bias" if config.has_tap_biases else None,
         num_channels=config.num_channels,
         num_taps=config.num_taps,
         rates=None if norm is None else f"{block}A_log",
         step_biases=None if norm is None else f"{block}dt_bias",
-        rates_shape=rates_shape,
-        num_steps=config.key_size if is_by_key else config.num_heads,
+        rates_shape=(config.num_heads,),
+        num_steps=config.num_heads,
         skips=f"{block}D" if kind == "mamba" else None,
         num_heads=config.num_heads,
         norm=norm,
-        output=LinearTensors(
-            f"{block}o_proj" if is_by_key else f"{block}out_proj",
-            (hidden,),
-            outputs,
-            splits_inputs=True,
+        output=LinearTensors(f"{block}out_proj", (hidden,), outputs, splits_inputs=True),
+    )
+
+
+def _key_delta_tensors(config: StateConfig, block: str, hidden: Units) -> StateTensors:
+    heads, row = Units(config.num_heads, config.value_dim), Units(1, config.value_dim)
+    inputs = {
+        **dict.fromkeys(("q_proj", "k_proj", "v_proj"), heads),
+        **dict.fromkeys(("g_a_proj", "f_a_proj"), row),
+        "b_proj": Units(config.num_heads),
+    }
+    return StateTensors(
+        inputs=tuple(LinearTensors(block + name, (of,), hidden) for name, of in inputs.items()),
+        taps=tuple(f"{block}{name}_conv1d.weight" for name in ("q", "k", "v")),
+        tap_biases=None,
+        num_channels=config.num_channels,
+        num_taps=config.num_taps,
+        rates=f"{block}A_log",
+        step_biases=f"{block}dt_bias",
+        rates_shape=(1, 1, config.num_heads, 1),
+        num_steps=config.key_size,
+        skips=None,
+        num_heads=config.num_heads,
+        norm=NormTensor(f"{block}o_norm", config.value_dim),
+        output=LinearTensors(f"{block}o_proj", (hidden,), heads, splits_inputs=True),
+        expansions=tuple(
+            LinearTensors(f"{block}{name}", (heads,), row) for name in ("g_b_proj", "f_b_proj")
         ),
     )
 
@@ -304,14 +314,6 @@ def _inputs(config: StateConfig) -> tuple[tuple[str, tuple[Units, ...]], ...]:
         channels = Units(config.num_channels)
         return (("in_proj", (channels, channels, channels)),)
     keys = Units(config.num_key_heads, config.key_dim)
-    if config.names.kind == "key_delta":
-        row = Units(1, config.value_dim)
-        return (
-            *((f"{name}_proj", (keys,)) for name in ("q", "k", "v")),
-            ("g_a_proj", (row,)),
-            ("f_a_proj", (row,)),
-            ("b_proj", (Units(config.num_heads),)),
-        )
     values, gates = Units(config.num_heads, config.value_dim), Units(config.num_heads)
     if config.names.kind == "mamba":
         return (("in_proj", (values, values, keys, keys, gates)),)

@@ -69,9 +69,8 @@ class ExpandedGates:
     start: int  # of the two rows, which betas follow
     width: int  # of a row
 
-    def __call__(self, x: Tensor, backend: Backend) -> Tensor:
+    def __call__(self, x: Tensor, _: Backend) -> Tensor:
         """Return `x` with what the rows expand to in their place."""
-        del backend
         end = self.start + self.width
         gates = self.gates(x[:, self.start : end].contiguous())
         steps = self.steps(x[:, end : end + self.width].contiguous())

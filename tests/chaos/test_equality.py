@@ -51,7 +51,7 @@ def answers(
 ) -> dict[tuple[str, str], object]:
     """What every feature says, in each way in which a cluster comes to compute it.
 
-    A `foreign` family has no adapters here.
+    A `foreign` family, such as one with states, has no adapters here.
     """
     model, adapters = model_folder("qwen3", eos_token_id=2), list[str]()
     names, features = ("tiny", "one", "two"), FEATURES
@@ -103,6 +103,7 @@ def answers(
         ("float32", "auto", ""), ("bfloat16", "auto", ""), ("bfloat16", "fp8", ""),
         ("float32", "auto", "qwen3_next"), ("bfloat16", "auto", "granitemoehybrid"),
         ("float32", "auto", "deepseek_v32"), ("bfloat16", "auto", "glm_moe_dsa"),
+        ("float32", "auto", "gemma4_text"),
     ],
 )  # fmt: skip
 def test_features_have_equal_bits_in_every_way(dtype, kv, foreign, tmp_path):
