@@ -103,7 +103,7 @@ def answers(
         ("float32", "auto", ""), ("bfloat16", "auto", ""), ("bfloat16", "fp8", ""),
         ("float32", "auto", "qwen3_next"), ("bfloat16", "auto", "granitemoehybrid"),
         ("float32", "auto", "deepseek_v32"), ("bfloat16", "auto", "glm_moe_dsa"),
-        ("float32", "auto", "gemma4_text"),
+        ("float32", "auto", "gemma4_text"), ("bfloat16", "auto", "kimi_linear"),
     ],
 )  # fmt: skip
 def test_features_have_equal_bits_in_every_way(dtype, kv, foreign, tmp_path):
