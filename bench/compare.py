@@ -44,7 +44,8 @@ def compare(settings: CompareSettings, operands: Sequence[str]) -> int:
                 label = f"{name}, round {number}"
                 run = experiment.run(servers[name], number - 1, label, arrivals)
                 if run is not None:
-                    run.arm, run.round = name, number
+                    run.arm = name
+                    run.round = number
     contrast(report, list(arms))
     # This comes last, so that complete rounds are still compared.
     return experiment.finish(len(arms) * settings.rounds)

@@ -90,7 +90,8 @@ class Experiment:
         arrivals: Sequence[ArrivalProcess | None],
         arrival: ArrivalSettings | None = None,
     ) -> None:
-        self._command, self.settings = command, settings
+        self._command = command
+        self.settings = settings
         self._concurrency = arrival.concurrency if arrival else 0
         self._newest: tuple[Workload, ArrivalProcess | None, Plan] | None = None
         # The first load is planned last, because the newest plan is kept.
@@ -116,7 +117,8 @@ class Experiment:
         """Find out which requests a server accepts. Raises `ConfigError` or `BatonError`."""
         target = settled(target, self._draft.requests)
         probed = probe(target, self._interrupts.fileno())
-        target, workload = probed.fit(target), self.settings.workload
+        target = probed.fit(target)
+        workload = self.settings.workload
         if workload.vocabulary == AUTO and any(one.prompt_ids for one in self._draft.requests):
             low, high = accepted(target)
             workload = msgspec.structs.replace(workload, vocabulary=f"{low}-{high}")
@@ -160,7 +162,9 @@ class Experiment:
 
     def measure(self, case: Case, target: Target) -> Run:
         """Run a load and judge it."""
-        load, planned, stop = self.settings.load, case.plan.requests, threading.Event()
+        load = self.settings.load
+        planned = case.plan.requests
+        stop = threading.Event()
         has_given_up = False
 
         def watch(progress: Progress) -> None:
@@ -227,7 +231,8 @@ def bounds_of(settings: BoundSettings) -> Bounds | None:
 
 
 def run(settings: RunSettings) -> int:
-    arrivals, num_runs = arrivals_of(settings.arrival, settings.workload), settings.runs
+    arrivals = arrivals_of(settings.arrival, settings.workload)
+    num_runs = settings.runs
     loads = [arrivals] * num_runs
     experiment = Experiment("run", settings, loads, settings.arrival)
     places = [f", run {place}" for place in range(1, num_runs + 1)] if num_runs > 1 else [""]
@@ -295,7 +300,8 @@ def search(settings: SearchSettings) -> int:
 
 
 def probe_of(rate: float, run: Run) -> Probe:
-    summary, outcomes = run.summary, run.summary.outcomes
+    summary = run.summary
+    outcomes = run.summary.outcomes
     # A server that answers nothing fails, and one whose lengths are wrong if nothing else is. A
     # client without free sockets shows nothing about it.
     wrong_length = outcomes.get(Outcome.WRONG_LENGTH, 0) > MAX_WRONG_LENGTHS * summary.num_requests
@@ -329,7 +335,8 @@ def _shown_every(
         now_s = monotonic()
         if now_s - printed_s < seconds:
             return
-        printed_s, elapsed_s = now_s, now_s - started_s
+        printed_s = now_s
+        elapsed_s = now_s - started_s
         ended = max(0, progress.ended - num_warm_up)  # warm-up ends first
         say(
             f"{label}: {ended}/{len(planned) - num_warm_up} ended, {progress.failed} failed, "

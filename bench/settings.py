@@ -94,7 +94,8 @@ def server_address(url: str) -> ServerAddress:
     shown = repr(url.rpartition("@")[2])  # the text before the @ may be a password
     try:
         parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
+        host = parts.hostname
+        port = parts.port
     except ValueError as error:
         raise ConfigError(f"the server's address {shown} is not a URL: {error}") from None
     if parts.scheme not in ("http", "https") or not host:

@@ -297,9 +297,11 @@ class Detached:
         held.update({one.sequence.key.choice: one.attach(origin) for one in streams})
         if streams or prompts:
             sequence = streams[0].sequence if streams else prompts[0].sequence
-            prompt, sampling = sequence.token_ids[: sequence.num_prompt_tokens], sequence.sampling
+            prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+            sampling = sequence.sampling
         else:
-            prompt, sampling = ended[0].prompt_token_ids, ended[0].sampling
+            prompt = ended[0].prompt_token_ids
+            sampling = ended[0].sampling
         choices = tuple(held.values())
         attempts = [choice.key.attempt for choice in choices]
         return Attached(

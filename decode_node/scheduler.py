@@ -168,7 +168,8 @@ class DecodeScheduler:
     def settle(self, now_s: float, plan: StepPlan, result: StepResult) -> None:
         self._num_launched -= 1
         self._copies.settle(plan)
-        failed, logprobs = dict(result.failed), dict(result.logprobs)
+        failed = dict(result.failed)
+        logprobs = dict(result.logprobs)
         of_prompts = dict(result.prompt_logprobs)
         for index, (done, tokens) in enumerate(zip(plan.slices, result.tokens, strict=True)):
             scores = logprobs.get(index, ())
@@ -250,7 +251,8 @@ class DecodeScheduler:
 
     def _guesses(self, stream: Stream, limit: int) -> tuple[int, ...]:
         """Return what a step may guess of a stream: as much as its blocks, or one more, hold."""
-        sequence, size = stream.sequence, self.pool.block_size
+        sequence = stream.sequence
+        size = self.pool.block_size
         guesses = stream.guesses()[: max(0, limit)]
         room = len(sequence.block_table) * size - sequence.num_tokens
         if len(guesses) > room and self.pool.num_free > len(self._running):
@@ -301,7 +303,8 @@ class DecodeScheduler:
         logprobs: tuple[TokenLogprobs, ...],
     ) -> None:
         stream = self._running.get(done.key) or self._leaving[done.key]
-        sequence, tokens = stream.sequence, done.kept(tokens)
+        sequence = stream.sequence
+        tokens = done.kept(tokens)
         sequence.settle(done, tokens)
         if stream.is_ended:
             self._release_if_idle(stream)
@@ -433,7 +436,8 @@ class DecodeScheduler:
     def _send_first(self, prompt: PendingPrompt, choice: int, first: FirstToken) -> None:
         """Send a router that took over the prompt what prefill sent to the router before it."""
         if prompt.is_adopted and choice in prompt.choices.live:
-            key, position = prompt.key.of_choice(choice), prompt.sequence.num_tokens
+            key = prompt.key.of_choice(choice)
+            position = prompt.sequence.num_tokens
             entry = TokenEntry(key, position, [first.token_id], first.finish_reason)
             self.outputs.emit(prompt.origin, entry)
 

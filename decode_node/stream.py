@@ -118,7 +118,8 @@ class Stream:
             self.logprobs,
         )
         self.next_position = len(tokens)
-        self.times, self.logprobs = None, ()
+        self.times = None
+        self.logprobs = ()
         return entry
 
     def detach(self) -> None:
@@ -127,7 +128,9 @@ class Stream:
 
     def attach(self, origin: Origin) -> HeldChoice:
         """Send all further tokens to another router. Return the tokens so far."""
-        sequence, self.origin, self.left_by = self.sequence, origin, NO_ROUTER
+        sequence = self.sequence
+        self.origin = origin
+        self.left_by = NO_ROUTER
         self.next_position = sequence.num_tokens
         output = sequence.token_ids[sequence.num_prompt_tokens :]
         return HeldChoice(sequence.key, output, is_running=True)
@@ -144,7 +147,8 @@ def fork_prompt(
     have one more reference until the copy is settled.
     """
     num_whole = prompt.num_tokens // pool.block_size
-    whole, tail = prompt.block_table[:num_whole], prompt.block_table[num_whole:]
+    whole = prompt.block_table[:num_whole]
+    tail = prompt.block_table[num_whole:]
     written = [*tail, *prompt.state]
     sequences: list[Sequence] = []
     copies: list[tuple[int, int]] = []

@@ -63,7 +63,9 @@ class PendingPrompt:
 
     def attach(self, origin: Origin) -> list[HeldChoice]:
         """Give the choices to another router, which gets a leg for each."""
-        self.origin, self.left_by, self.is_adopted = origin, NO_ROUTER, True
+        self.origin = origin
+        self.left_by = NO_ROUTER
+        self.is_adopted = True
         output = self.message.token_ids[self.message.num_prompt_tokens :]
         return [HeldChoice(key, output, is_running=True) for key in self.keys]
 
@@ -158,7 +160,8 @@ class WaitingQueue:
 
     def end(self, prompt: PendingPrompt, failure: Failure | None = None) -> None:
         """End a prompt. Its blocks are released when no read or step needs them."""
-        was_ended, prompt.is_ended = prompt.is_ended, True
+        was_ended = prompt.is_ended
+        prompt.is_ended = True
         self._queue.pop(prompt.key, None)
         self._reserved.pop(prompt.key, None)
         if prompt.is_local:
@@ -192,7 +195,8 @@ class WaitingQueue:
 
     def _refusal(self, prompt: PendingPrompt) -> Failure | None:
         """Return why this request must be refused at once, or None."""
-        message, pool = prompt.message, self.pool
+        message = prompt.message
+        pool = self.pool
         longest = message.num_prompt_tokens + message.sampling.max_tokens
         longest = min(longest, self.limits.max_model_len)
         num_needed = blocks_needed(
@@ -207,13 +211,15 @@ class WaitingQueue:
 
     def _lacks_too_much(self, prompt: PendingPrompt) -> bool:
         """Return whether this node must compute more of a prompt than its router expected."""
-        bound, sequence = prompt.message.max_uncached_tokens, prompt.sequence
+        bound = prompt.message.max_uncached_tokens
+        sequence = prompt.sequence
         if bound is None or sequence.num_tokens <= bound:
             return False
         return sequence.num_tokens - num_reusable_tokens(self.pool, sequence) > bound
 
     def _reserve_one(self, now_s: float, prompt: PendingPrompt, watermark: int) -> bool:
-        sequence, pool = prompt.sequence, self.pool
+        sequence = prompt.sequence
+        pool = self.pool
         has_tail = sequence.num_tokens % pool.block_size != 0
         num_tails = (len(prompt.choices.live) - 1) * (has_tail + pool.state_blocks)
         is_local = prompt.is_local

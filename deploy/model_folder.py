@@ -37,7 +37,8 @@ DEMO_NAME = "demo"
 CHECKPOINT = Path(__file__).parent / "demo_checkpoint"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # The files of a repository that baton reads, without weights in other formats.
-HUB_FILES, HUB_WEIGHTS = ("*.json", "*.jinja"), "*.safetensors"
+HUB_FILES = ("*.json", "*.jinja")
+HUB_WEIGHTS = "*.safetensors"
 # Git leaves a file of some hundred bytes in place of a large file that was not fetched.
 _LFS_POINTER = b"version https://git-lfs"
 
@@ -50,7 +51,8 @@ def with_model(config: ClusterConfig, *, needs_weights: bool = True) -> ClusterC
     Raises `ConfigError` for a folder that cannot be served. Routers do not need the weights.
     """
     if not config.model.path:
-        folder, name = CHECKPOINT, DEMO_NAME
+        folder = CHECKPOINT
+        name = DEMO_NAME
         decoder: DecoderConfig | None = read_decoder_config(folder)
     else:
         folder, name = _folder_of(config.model.path, needs_weights=needs_weights)

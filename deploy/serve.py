@@ -116,7 +116,9 @@ class LocalServer:
         Raises `NodeError` if a router or the last node of a role ended, or no node makes progress.
         """
         limit_s = self._config.node.start_timeout_s + EXTRA_START_S
-        standstill, progress, seen = Standstill(limit_s), StartProgress(), set[tuple[str, str]]()
+        standstill = Standstill(limit_s)
+        progress = StartProgress()
+        seen = set[tuple[str, str]]()
         while not interrupts.wait(WATCH_S):
             for ended in self._poll():
                 self._go_on_without(ended)
@@ -185,9 +187,11 @@ def greeting(url: str, model: str, *, wants_key: bool = False) -> str:
 
     It contains no API key, because terminals and logs keep what is printed.
     """
-    key, header = "none", ""
+    key = "none"
+    header = ""
     if wants_key:
-        key, header = "YOUR_KEY", " -H 'Authorization: Bearer YOUR_KEY'"
+        key = "YOUR_KEY"
+        header = " -H 'Authorization: Bearer YOUR_KEY'"
     told = "The code of Lima is 4071. The code of Oslo is 2210. What is the code of Lima?"
     body = json.dumps({"model": model, "prompt": told, "max_tokens": 32, "temperature": 0})
     return f"""
@@ -216,7 +220,8 @@ curl {url}/v1/score -H 'Content-Type: application/json'{header} -d {shlex.quote(
 
 def _router_configs(config: ClusterConfig, port: int, folder: Path) -> list[RouterConfig]:
     """Return the settings of each router process; each has an endpoint of its own for nodes."""
-    router, num_routers = config.router, config.router_processes
+    router = config.router
+    num_routers = config.router_processes
     control = router.control or f"ipc://{folder}/control"
     if num_routers == 1:
         return [msgspec.structs.replace(router, port=port, port_is_held=True, control=control)]

@@ -154,7 +154,8 @@ def ask_health(url: str) -> HealthReply | None:
     secret is sent, and Kubernetes' probes do not check it either.
     """
     parts = urlsplit(url)
-    host, port = parts.hostname or "", parts.port
+    host = parts.hostname or ""
+    port = parts.port
     connection = http.client.HTTPConnection(host, port, timeout=HEALTH_TIMEOUT_S)
     if parts.scheme == "https":
         context = trusting(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))

@@ -16,7 +16,10 @@ TILE = 64  # keys: with heads of 64 a tile of keys and values in fp32 fits a cor
 ROWS = 128  # queries x heads of one KV head at a time, so that a tile is unpacked once for many
 # A linear layer computes PANEL outputs of SHEET rows at a time. If there are more than FEW rows, it
 # takes DEPTH pairs of inputs at a time.
-PANEL, SHEET, FEW, DEPTH = 64, 256, 64, 256
+PANEL = 64
+SHEET = 256
+FEW = 64
+DEPTH = 256
 NARROW_DEPTH = 32  # of a weight that is widened, for few rows: such a tile fits the first cache
 MAX_STRIP = 6  # rows of a product whose sums fit the registers
 STRIP = 4 * WIDTH  # columns of a state's matrix at a time, whose sums fit the registers
@@ -43,7 +46,9 @@ EXP2 = (
 )  # fmt: skip
 ROUNDER = 12582912.0  # 1.5 * 2**23: adding it leaves the nearest integer in the low bits
 # log2(e) as the sum of two floats, and ln(2).
-LOG2_E_HIGH, LOG2_E_LOW, LN_2 = 1.4426950216293335, 1.92596298909109e-08, 0.6931471805599453
+LOG2_E_HIGH = 1.4426950216293335
+LOG2_E_LOW = 1.92596298909109e-08
+LN_2 = 0.6931471805599453
 LOWEST = -200.0  # exp of it is 0
 # log(1 + f) is f - f**2 / 2 + f**3 * polynomial for 1 + f from sqrt(1/2) to sqrt(2), within one
 # unit in the last place (Moshier's Cephes library, logf.c); the highest power comes first.
@@ -51,15 +56,20 @@ LOG = (
     7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1,
     -1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,
 )  # fmt: skip
-LN_2_HIGH, LN_2_LOW = 0.693359375, -2.12194440e-4
+LN_2_HIGH = 0.693359375
+LN_2_LOW = -2.12194440e-4
 ROOT_HALF = 0x3F3504F3  # the bits of sqrt(1/2)
 TINY = 2.0**-126  # a smaller weight is never drawn
 
 # A word of `token_counts`: bit 0, the count, and 1 plus the index of a bias.
-MAX_COUNT, BIAS_SHIFT, BIAS_MASK = (1 << 20) - 1, 21, (1 << 11) - 1
+MAX_COUNT = (1 << 20) - 1
+BIAS_SHIFT = 21
+BIAS_MASK = (1 << 11) - 1
 # The exponent of a row in FP8 is less than that of its largest number by `FP8_SPAN`. From the least
 # one on, all codes stand for normal numbers of bf16; above the most, numbers would overflow.
-FP8_SPAN, LEAST_EXPONENT, MOST_EXPONENT = 8, 10, 246
+FP8_SPAN = 8
+LEAST_EXPONENT = 10
+MOST_EXPONENT = 246
 CHECKSUM_FACTORS = (0x01000193, 0x7FEB352D, 0x846CA68B)  # of a word's place, the word, the mix
 
 

@@ -103,7 +103,8 @@ def rope_and_store(
     block_size = pool.shape[4]
     kept = slot_mapping >= 0
     slots = slot_mapping[kept].long()
-    blocks, offsets = slots // block_size, slots % block_size
+    blocks = slots // block_size
+    offsets = slots % block_size
     rotated_k = _rotate(_head_norm(k, k_norm_weight, eps), positions, cos_sin).to(k.dtype)
     for plane, rows in enumerate((rotated_k,) if v is None else (rotated_k, v)):
         if pool.dtype == torch.uint8:
@@ -134,7 +135,8 @@ def add_rms_norm(
 def gate_mul(gate_up: Tensor, how: Gate = SILU) -> Tensor:
     """Return the gated numbers, `[tokens, features]`, of `[tokens, 2 * features]`, gates first."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    gate, up = gate.clamp(max=how.limit), up.clamp(-how.limit, how.limit) + how.offset
+    gate = gate.clamp(max=how.limit)
+    up = up.clamp(-how.limit, how.limit) + how.offset
     share = torch.sigmoid(gate * how.slope + gate**3 * how.cubic if how.cubic else gate * how.slope)
     return (gate * share * up).to(gate_up.dtype)
 
@@ -202,7 +204,8 @@ def fp8_parts(pool: Tensor) -> tuple[Tensor, Tensor]:
     In the tile `[block_size, head_dim + 1]` of a block, head, layer and plane, the codes of all
     rows come first and then a byte for each, so that codes stay aligned.
     """
-    block_size, head_dim = pool.shape[-2], pool_head_dim(pool)
+    block_size = pool.shape[-2]
+    head_dim = pool_head_dim(pool)
     codes, exponents = pool.flatten(-2).split((block_size * head_dim, block_size), dim=-1)
     return codes.unflatten(-1, (block_size, head_dim)), exponents
 
@@ -297,12 +300,14 @@ def penalize_counted(
 ) -> Tensor:  # fmt: skip
     """Do what `token_counts.penalize_counted` does, with shapes that no value changes."""
     tokens = torch.arange(words.shape[1], device=words.device)
-    has_row, rows = counted[:, :1] >= 0, counted[:, 0].clamp(min=0).long()
+    has_row = counted[:, :1] >= 0
+    rows = counted[:, 0].clamp(min=0).long()
     is_new = has_row & (counted[:, 1:] > 0) & (tokens == token_ids[:, None])
     is_new &= ((words[rows] >> 1) & MAX_COUNT) < MAX_COUNT
     words.index_add_(0, rows, 2 * is_new.to(torch.int32))
     own = torch.where(has_row, words[rows], 0)
-    count, places = (own >> 1) & MAX_COUNT, ((own >> BIAS_SHIFT) & BIAS_MASK).long()
+    count = (own >> 1) & MAX_COUNT
+    places = ((own >> BIAS_SHIFT) & BIAS_MASK).long()
     presence, frequency, repetition = factors[rows, :, None].unbind(1)
     added = biases[rows].gather(1, (places - 1).clamp(min=0))
     x = logits.double() + torch.where(places > 0, added, 0.0)

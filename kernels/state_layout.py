@@ -79,7 +79,8 @@ def state_layout(
         end = start + size
         return start
 
-    strips, tails = [], []
+    strips = []
+    tails = []
     for _ in range(num_layers):
         num_strips = shape.num_heads * shape.num_strips
         strips.append(tuple(placed(shape.strip_bytes) for _ in range(num_strips)))

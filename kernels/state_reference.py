@@ -159,7 +159,8 @@ class StateBytes:
         return torch.cat(pieces, dim=1)
 
     def _write(self, offset: int, blocks: Sequence[int], values: Tensor) -> None:
-        stored, done = values.contiguous().view(torch.uint8), 0
+        stored = values.contiguous().view(torch.uint8)
+        done = 0
         for block, part in self._pieces(offset, stored.shape[1], blocks):
             size = part.stop - part.start
             self._parts[block, :, part] = stored[:, done : done + size]
@@ -167,7 +168,9 @@ class StateBytes:
 
     def _pieces(self, offset: int, size: int, blocks: Sequence[int]) -> list[tuple[int, slice]]:
         """Return the blocks of bytes `offset:offset + size` of each group, and where in a part."""
-        part, end, pieces = self._layout.part_bytes, offset + size, []
+        part = self._layout.part_bytes
+        end = offset + size
+        pieces = []
         while offset < end:
             first = offset % part
             last = min(part, first + end - offset)
@@ -183,7 +186,8 @@ def convolve(
     weights: StateWeights,
 ) -> Tensor:
     """Return the convolution of each channel with its last inputs, shaped as `x`, in fp32."""
-    num_taps, end = tail.shape[1], start + len(x)
+    num_taps = tail.shape[1]
+    end = start + len(x)
     before = range(start - num_taps + 1, start)
     earlier = [tail[:, at % num_taps] if at >= 0 else torch.zeros_like(tail[:, 0]) for at in before]
     every = torch.cat((torch.stack(earlier), x)) if earlier else x
@@ -208,7 +212,8 @@ def gated_inputs(x: Tensor) -> tuple[Tensor, Tensor]:
 def gated_outputs(mixed: Tensor, gates: Tensor, rows: Tensor | None) -> Tensor:
     """Return the gated outputs of all rows, or of some, in the dtype of the gates."""
     if rows is not None:
-        mixed, gates = mixed[rows], gates[rows]
+        mixed = mixed[rows]
+        gates = gates[rows]
     return (mixed * gates.float()).to(gates.dtype)
 
 
@@ -247,7 +252,9 @@ def advance(
         keys = keys * (keys.square().sum(-1, keepdim=True) + LENGTH_EPS).rsqrt()
     out = []
     for token in range(len(values)):
-        key, value, decay = keys[token, :, :, None], values[token], decays[token, :, :, None]
+        key = keys[token, :, :, None]
+        value = values[token]
+        decay = decays[token, :, :, None]
         if token >= num_held:
             matrices = matrices * decay
             known = (matrices * key).sum(1) if weights.corrects else torch.zeros_like(value)

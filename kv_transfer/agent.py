@@ -285,7 +285,8 @@ class AgentTurns:
         return moved
 
     def take_events(self) -> list[AgentEvent]:
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         return events
 
     def wake_at_s(self, poll_s: float) -> float | None:
@@ -429,7 +430,8 @@ class AgentTurns:
             text = f"blocks from rank {rank} of {epoch} arrived with other bytes than were sent"
             reading.failure = TransferError(text, code=CORRUPT_BLOCKS).to_failure()
         posted_s = ended_s if reading.posted_s is None else reading.posted_s
-        ticket, is_quiesced = reading.command.ticket, not reading.in_flight
+        ticket = reading.command.ticket
+        is_quiesced = not reading.in_flight
         if not is_quiesced:
             self._draining.append(reading)
         peer.reads.remove(reading)

@@ -287,7 +287,8 @@ class SourceHandoff:
     def _complete(self, end: End, out: Effects) -> None:
         if self._is_complete or self._num_announced_blocks != self._num_blocks:
             raise InvariantBroken(f"{self.key} ends twice or without all of its blocks")
-        self.state, self._is_complete = SourceState.COMPLETE, True
+        self.state = SourceState.COMPLETE
+        self._is_complete = True
         out.send(self.peer, end)
 
     def _leave(self, failure: Failure, out: Effects) -> None:
@@ -344,7 +345,8 @@ class AnnouncedSums:
         """Yield the announcements that can be sent now, in order."""
         queue = self._queues.get(key)
         while queue:
-            message, sums = queue[0].message, queue[0].sums
+            message = queue[0].message
+            sums = queue[0].sums
             if isinstance(message, BlockRange):
                 if len(sums) < self._num_ranks:
                     return

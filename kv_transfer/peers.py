@@ -123,7 +123,8 @@ class PeerTable:
             peer.is_listed = None if peer.is_listed is None else False
         for info in nodes:
             peer = self.get((info.node_id, info.epoch))
-            peer.info, peer.is_listed = info, True
+            peer.info = info
+            peer.is_listed = True
             self._current[info.node_id] = peer.name
 
     def forget_unlisted(self, used: Callable[[], set[PeerName]], out: Effects) -> None:
@@ -182,7 +183,8 @@ class PeerTable:
         peer.channel = Channel.UP if peer.refusal is None else Channel.REFUSED
         if self._node.role == "decode":
             out.send(peer.name, self._hello())
-        peer.heard_s, peer.is_broken = out.now_s, False
+        peer.heard_s = out.now_s
+        peer.is_broken = False
         return peer.refusal
 
     def disconnect(self, peer: Peer, out: Effects) -> None:
@@ -191,7 +193,8 @@ class PeerTable:
             out.commands.append(DropPeer(*peer.name))
 
     def lost(self, peer: Peer, out: Effects) -> None:
-        peer.channel, peer.lost_s = Channel.NONE, out.now_s
+        peer.channel = Channel.NONE
+        peer.lost_s = out.now_s
 
     def num_slices(self, name: PeerName) -> int:
         """Return into how many slices that decode node's reads cut one of our blocks."""
@@ -242,9 +245,11 @@ class PeerTable:
 
     def _add(self, peer: Peer, info: NodeInfo, link: RankLink, out: Effects) -> None:
         edge = link.edge
-        address, ours = info.ranks[edge.source], self._node.ranks[edge.target]
+        address = info.ranks[edge.source]
+        ours = self._node.ranks[edge.target]
         transport = choose_transport(address, ours, self._transfer.transport, peer.failed)
-        link.state, link.transport = LinkState.ADDING, transport
+        link.state = LinkState.ADDING
+        link.transport = transport
         add = AddPeer(
             _owner(peer, link), transport, address, info.num_blocks, info.layout.block_bytes,
             edge.part,
@@ -275,7 +280,8 @@ class PeerTable:
 
     def _problem(self, info: NodeInfo) -> Failure | None:
         """Return why this node and that peer can never exchange blocks."""
-        own, pair = self._node, (info, self._node)
+        own = self._node
+        pair = (info, self._node)
         prefill, decode = pair if own.role == "decode" else pair[::-1]
         if (problem := tp_size_problem(prefill, decode)) is not None:
             return TransferError(problem, code="peer_mismatch").to_failure()
@@ -311,16 +317,20 @@ def edges_between(prefill: NodeInfo, decode: NodeInfo) -> list[ShardMapping]:
     `pairs.tp_size_problem` must have found no problem with the two nodes. Equal `tp_size`s read
     rank by rank. If several ranks hold the same head, each serves its share of that head's readers.
     """
-    num_sources, num_targets = len(prefill.ranks), len(decode.ranks)
+    num_sources = len(prefill.ranks)
+    num_targets = len(decode.ranks)
     if num_sources == num_targets:
         whole = BlockSlice(0, 0, decode.layout.block_bytes)
         return [ShardMapping(rank, rank, whole, 1) for rank in range(num_targets)]
     kv_heads = prefill.layout.kv_heads
     # The number of ranks that hold different heads. If there are more ranks, neighbours hold the
     # same heads.
-    sources, targets = min(num_sources, kv_heads), min(num_targets, kv_heads)
-    source_copies, target_copies = num_sources // sources, num_targets // targets
-    num_reads, num_slices = max(1, sources // targets), max(1, targets // sources)
+    sources = min(num_sources, kv_heads)
+    targets = min(num_targets, kv_heads)
+    source_copies = num_sources // sources
+    target_copies = num_targets // targets
+    num_reads = max(1, sources // targets)
+    num_slices = max(1, targets // sources)
     num_bytes = decode.layout.block_bytes // num_reads
     edges = []
     for target in range(num_targets):

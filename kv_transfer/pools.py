@@ -277,7 +277,8 @@ class SliceMap:
     part: BlockSlice
 
     def __post_init__(self) -> None:
-        size, ends = self.part.num_bytes, (self.theirs.block_bytes, self.ours.block_bytes)
+        size = self.part.num_bytes
+        ends = (self.theirs.block_bytes, self.ours.block_bytes)
         offsets = (self.part.remote_offset, self.part.local_offset)
         for offset, block_bytes in zip(offsets, ends, strict=True):
             fits = size > 0 and 0 <= offset <= block_bytes - size
@@ -290,7 +291,8 @@ class SliceMap:
     def read(self, command: Read) -> SliceRead:
         """Raise `TransferError` unless the ids pair and lie in their pools, and each remote block
         has a generation. Callers compute addresses from the ids."""
-        blocks, into = np.asarray(command.remote, np.int64), np.asarray(command.local, np.int64)
+        blocks = np.asarray(command.remote, np.int64)
+        into = np.asarray(command.local, np.int64)
         generations = np.asarray(command.generations, np.int64)
         if not len(blocks) == len(into) == len(generations):
             raise TransferError("a read needs a local block and a generation for each remote block")

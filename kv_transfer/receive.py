@@ -128,7 +128,8 @@ class KVReceive:
     @property
     def next_s(self) -> float:
         """Return when the next deadline or renewal is due if no event comes before."""
-        deadline_s, renew_at_s = self.deadline_s, self.renew_at_s
+        deadline_s = self.deadline_s
+        renew_at_s = self.renew_at_s
         return deadline_s if renew_at_s is None else min(deadline_s, renew_at_s)
 
     @property
@@ -238,7 +239,8 @@ class KVReceive:
             case End():
                 if self._end is not None or self._num_announced_blocks != self._num_blocks:
                     problem = "End came twice or before all block ranges"
-                self._end, self._end_arrived_s = message, out.now_s
+                self._end = message
+                self._end_arrived_s = out.now_s
             case _:
                 assert_never(message)
         if problem is not None:
@@ -434,6 +436,7 @@ class BlockRangeReads:
         """
         if not self.posted_s:
             return 0.0
-        first_s, last_s = min(self.posted_s), max(self.posted_s)
+        first_s = min(self.posted_s)
+        last_s = max(self.posted_s)
         start_s = last_s if last_s <= end_arrived_s else max(first_s, end_arrived_s)
         return max(0.0, self.last_end_s - start_s)

@@ -100,7 +100,8 @@ class SharedMemoryRanks:
 
     def _exchange(self, piece: Tensor) -> list[Tensor]:
         """Return every rank's piece, in rank order. They are valid until the next exchange."""
-        slots, self._half = self._slots[self._half], 1 - self._half
+        slots = self._slots[self._half]
+        self._half = 1 - self._half
         num_bytes = piece.numel() * piece.element_size()
         parts = [slot[:num_bytes].view(piece.dtype).view(piece.shape) for slot in slots]
         parts[self.rank].copy_(piece)

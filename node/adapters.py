@@ -41,7 +41,8 @@ class AdapterSlots:
     """`scheduler.limits.run_time_loras` holds the adapters that requests may name."""
 
     def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
-        self._scheduler, self._executor = scheduler, executor
+        self._scheduler = scheduler
+        self._executor = executor
         self._max_loras = scheduler.limits.max_loras
         self._held = scheduler.limits.run_time_loras
         self._list = AdapterList()
@@ -103,7 +104,8 @@ class AdapterSlots:
 
     def loaded(self, now_s: float, outcome: AdapterOutcome) -> None:
         """Note that a load has ended."""
-        wanted, self._loading = self._loading, None
+        wanted = self._loading
+        self._loading = None
         assert wanted is not None, "an outcome follows a load"
         problem = outcome.problem
         if not problem and wanted.digest not in ("", outcome.digest):
@@ -116,13 +118,16 @@ class AdapterSlots:
         self._answer(now_s, wanted, outcome.digest, problem)
 
     def take_replies(self) -> list[tuple[Origin, ToRouter]]:
-        replies, asking = self._replies, self._asking
-        self._replies, self._asking = [], []
+        replies = self._replies
+        asking = self._asking
+        self._replies = []
+        self._asking = []
         return replies + [(origin, self._state()) for origin in asking]
 
     def take_change(self) -> AdaptersHeld | None:
         """Return the state for all routers if it has changed since the last call."""
-        is_changed, self._is_changed = self._is_changed, False
+        is_changed = self._is_changed
+        self._is_changed = False
         return self._state() if is_changed else None
 
     def _want_missing(self) -> None:

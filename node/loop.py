@@ -75,7 +75,8 @@ class StepForecast:
         self._seconds: dict[int, float] = {}  # by the number of tokens, rounded to powers of two
 
     def predict(self, plan: StepPlan) -> float:
-        size, known = _size(plan), self._seconds
+        size = _size(plan)
+        known = self._seconds
         if size in known:
             return known[size]
         smaller = max((other for other in known if other < size), default=None)
@@ -84,7 +85,8 @@ class StepForecast:
         return max(known[smaller], min(COLD_STEP_S, known[smaller] * (1 << (size - smaller))))
 
     def learn(self, plan: StepPlan, result: StepResult) -> None:
-        took_s, size = result.ended_s - result.started_s, _size(plan)
+        took_s = result.ended_s - result.started_s
+        size = _size(plan)
         known_s = self._seconds.get(size, took_s)
         self._seconds[size] = max(took_s, known_s + FORECAST_WEIGHT * (took_s - known_s))
 
@@ -276,7 +278,8 @@ class EngineLoop:
         due = self._wake_at_s is not None and now_s >= self._wake_at_s
         while self._events or due:
             due = False
-            events, self._events = self._events, []
+            events = self._events
+            self._events = []
             step = self.connector.step(now_s, events)
             self._wake_at_s = step.wake_at_s
             for command in step.commands:

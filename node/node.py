@@ -299,7 +299,8 @@ class EngineNode:
 
     def _start(self, executor: Executor, sockets: EngineSockets) -> ExecutorInfo:
         """Load. End the process if its start hangs or a router refuses it."""
-        seen, ended = [("", 0, 0)], threading.Event()
+        seen = [("", 0, 0)]
+        ended = threading.Event()
         watchdog = threading.Thread(target=self._watch_start, args=(seen, ended), daemon=True)
         watchdog.start()
 

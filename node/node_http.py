@@ -125,7 +125,8 @@ class NodeHttp:
 
     async def _live(self, request: web.Request) -> web.Response:
         """Answer 503 if only a restart can help."""
-        now_s, signs = self._clock(), self._vitals.signs
+        now_s = self._clock()
+        signs = self._vitals.signs
         if signs.loop_age_s(now_s) > DEAD_S:
             return _json("the node's engine loop hangs", 503)
         if signs.step_age_s(now_s) > max(DEAD_S, DEAD_FACTOR * signs.predicted_s):
@@ -134,7 +135,8 @@ class NodeHttp:
 
     async def _ready(self, request: web.Request) -> web.Response:
         """Answer 200 once the node is loaded, and say which routers give it requests."""
-        signs, routers = self._vitals.signs, self._routers()
+        signs = self._vitals.signs
+        routers = self._routers()
         if signs.is_draining:
             return _json("draining", 503, routers)
         if not signs.is_ready:

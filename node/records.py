@@ -131,7 +131,8 @@ class NodeObserver:
             self._write(StepRecord(plan.step_id, *times, num_prompt_tokens, slices))
 
     def read_ended(self, rank: int, event: ReadEnded) -> None:
-        counters, failure = self.counters, event.failure
+        counters = self.counters
+        failure = event.failure
         counters.reads += 1
         counters.read_bytes += event.num_bytes
         counters.reads_s += event.ended_s - event.posted_s
@@ -140,13 +141,15 @@ class NodeObserver:
             counters.corrupt_reads += 1
             log.error(failure.message, rank=rank, so_far=counters.corrupt_reads)
         if self._file is not None:
-            times, code = (event.posted_s, event.ended_s), failure.code if failure else None
+            times = (event.posted_s, event.ended_s)
+            code = failure.code if failure else None
             self._write(ReadRecord(rank, event.ticket, *times, event.num_bytes, code))
 
     def reported(self, report: ConnectorReport) -> None:
         if not isinstance(report, Released | OfferBroken | ReceiveEnded) or report.failure is None:
             return
-        failure, key = report.failure, report.key
+        failure = report.failure
+        key = report.key
         if isinstance(report, Released) and failure.code == LEASE_EXPIRED:
             self.counters.leases_expired += 1
         if failure.code != Cancelled.code:

@@ -86,7 +86,8 @@ class EngineSockets:
         self._hello = hello
         self._clock = clock
         # Wait for any channel, or for another descriptor that is watched.
-        self.watch, self.wait = channels.watch, channels.wait
+        self.watch = channels.watch
+        self.wait = channels.wait
         name = str(hello.node_id).encode()
         self._routers: list[RouterChannel] = []
         for endpoint in routers:

@@ -33,7 +33,9 @@ class PrefixReads:
 
     def begin(self, now_s: float, handoff: Handoff, num_held_blocks: int) -> None:
         """Ask another node for a prompt's first tokens, if it may have them and that is quicker."""
-        pool, sequence, source = self._pool, handoff.sequence, handoff.prefix_node
+        pool = self._pool
+        sequence = handoff.sequence
+        source = handoff.prefix_node
         if source is None or pool.state_blocks or not pool.caches_prefixes:
             return
         hashes = sequence.hash_blocks(pool.block_size, sequence.num_reusable_tokens)
@@ -63,7 +65,8 @@ class PrefixReads:
 
     def received(self, now_s: float, handoff: Handoff) -> None:
         """Let a prompt go on after the tokens that have been read."""
-        read, handoff.read = handoff.read, None
+        read = handoff.read
+        handoff.read = None
         assert read is not None
         if handoff.is_ended:
             return
@@ -94,7 +97,8 @@ class PrefixReads:
 
     def ended(self, now_s: float, handoff: Handoff, report: ReceiveEnded) -> bool:
         """Let a prompt be computed. Return False if it lacks blocks, because some are lost."""
-        sequence, read = handoff.sequence, handoff.read
+        sequence = handoff.sequence
+        read = handoff.read
         assert read is not None
         if report.failure.code == "transfer_timeout":
             num_tokens = read.num_wanted_blocks * self._pool.block_size

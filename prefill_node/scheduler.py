@@ -183,7 +183,8 @@ class PrefillScheduler:
 
     def plan(self, now_s: float) -> StepPlan | None:
         slices: list[Slice] = []
-        budget, room = self.limits.max_num_batched_tokens, self.limits.max_first_tokens
+        budget = self.limits.max_num_batched_tokens
+        room = self.limits.max_first_tokens
         for handoff in self._candidates(now_s):
             every = handoff.choices.every
             if budget == 0 or len(slices) == self.limits.max_num_seqs or len(every) > room:
@@ -202,8 +203,10 @@ class PrefillScheduler:
         self._copies.settle(plan)
         num_tokens = sum(part.length for part in plan.slices)
         self._reads.costs.computed(now_s, num_tokens, result.ended_s - result.started_s)
-        failed, logprobs = dict(result.failed), dict(result.logprobs)
-        of_prompts, pooled = dict(result.prompt_logprobs), dict(result.pooled)
+        failed = dict(result.failed)
+        logprobs = dict(result.logprobs)
+        of_prompts = dict(result.prompt_logprobs)
+        pooled = dict(result.pooled)
         for index, (done, tokens) in enumerate(zip(plan.slices, result.tokens, strict=True)):
             handoff = self._handoff(done.key)
             handoff.sequence.settle(done, tokens)
@@ -318,7 +321,8 @@ class PrefillScheduler:
         self._end(handoff, None)
 
     def _complete(self, now_s: float, handoff: Handoff, tokens: tuple[FirstToken, ...]) -> None:
-        sequence, times = handoff.sequence, handoff.times(now_s)
+        sequence = handoff.sequence
+        times = handoff.times(now_s)
         self.outputs.send(
             handoff.origin, FirstTokens(sequence.key, sequence.num_tokens, tokens, times)
         )

@@ -12,7 +12,8 @@ from msgspec import Meta
 
 from baton.protocol.ids import Count
 
-MAX_NAME, MAX_PATH = 256, 4096
+MAX_NAME = 256
+MAX_PATH = 4096
 MAX_ENTRIES = 1024  # names that were ever loaded, of which the oldest removed ones are forgotten
 SEPARATOR = "="  # no name of an adapter has it
 

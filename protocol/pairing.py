@@ -13,7 +13,8 @@ def pair_problem(prefill: NodeInfo, decode: NodeInfo) -> str | None:
 
 def tp_size_problem(prefill: NodeInfo, decode: NodeInfo) -> str | None:
     """Return why the ranks of `decode` cannot divide the blocks of `prefill` among themselves."""
-    num_prefill, num_decode = len(prefill.ranks), len(decode.ranks)
+    num_prefill = len(prefill.ranks)
+    num_decode = len(decode.ranks)
     if problem := degrees_problem(num_prefill, num_decode):
         return problem
     kv_heads = prefill.layout.kv_heads
@@ -24,7 +25,8 @@ def tp_size_problem(prefill: NodeInfo, decode: NodeInfo) -> str | None:
                 "of part of its blocks cannot be named; give both nodes the same "
                 "tensor_parallel_size"
             )
-    ours, theirs = prefill.layout.block_bytes, decode.layout.block_bytes
+    ours = prefill.layout.block_bytes
+    theirs = decode.layout.block_bytes
     heads = kv_heads or num_prefill
     if ours * min(num_prefill, heads) != theirs * min(num_decode, heads):
         return (

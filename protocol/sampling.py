@@ -374,5 +374,6 @@ def _in_range(name: str, value: float, low: float, high: float, *, open_low: boo
     if not low <= value <= high or (open_low and value == low):
         edge = "above" if open_low else "at least"
         # An integer is shown with all of its digits, and 1.0 as 1.
-        lowest, highest = f"{low:.10g}", f"{high:.10g}"
+        lowest = f"{low:.10g}"
+        highest = f"{high:.10g}"
         raise RequestError(f"{name} must be {edge} {lowest} and at most {highest}", param=name)

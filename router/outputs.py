@@ -117,15 +117,18 @@ class AttemptRecord:
     def timed(self, now_s: float, times: StageTimes, *, of_prompt: bool) -> None:
         """Add what one of its nodes measured. That node's first tokens came at `now_s`."""
         if of_prompt:
-            self.queue_s, self.prefill_s = times.queue_s, times.prefill_s
+            self.queue_s = times.queue_s
+            self.prefill_s = times.prefill_s
             self.prefix_read_s = times.prefix_read_s
         if of_prompt and self.prefill_node is not None:
             self.prefilled_at_s = now_s
             return
         if not of_prompt or times.prefill_s:  # otherwise decode has only accepted
             self.decoding_at_s = now_s
-        self.transfer_s, self.exposed_s = times.transfer_s, times.exposed_s
-        self.decode_queue_s, self.first_step_s = times.decode_queue_s, times.first_step_s
+        self.transfer_s = times.transfer_s
+        self.exposed_s = times.exposed_s
+        self.decode_queue_s = times.decode_queue_s
+        self.first_step_s = times.first_step_s
 
 
 @dataclass(slots=True)
@@ -184,7 +187,9 @@ class RequestMetrics:
     def placed(self, key: Key, at_s: float, prefill: NodeId | None, decode: NodeId | None) -> None:
         """Record the nodes of an attempt."""
         if (record := self._record_of(key)) is not None:
-            record.placed_at_s, record.prefill_node, record.decode_node = at_s, prefill, decode
+            record.placed_at_s = at_s
+            record.prefill_node = prefill
+            record.decode_node = decode
         if self.num_attempts == 0:
             self.router_queue_s = at_s
         self.num_attempts = max(self.num_attempts, key.nth_attempt + 1)
@@ -192,7 +197,8 @@ class RequestMetrics:
     def lost(self, key: Key, at_s: float, failure: Failure) -> None:
         """Record that an attempt was lost."""
         if (record := self._record_of(key)) is not None:
-            record.lost_at_s, record.failure = at_s, failure.code
+            record.lost_at_s = at_s
+            record.failure = failure.code
 
     def add_stages(
         self, key: Key, at_s: float, times: StageTimes, *, of_prompt: bool
@@ -289,13 +295,17 @@ class Merged:
         return outputs
 
     def _open(self, index: int) -> CompletionOutput:
-        self._texts[index], self._reasonings[index], self._calls[index] = [], [], []
+        self._texts[index] = []
+        self._reasonings[index] = []
+        self._calls[index] = []
         output = self._outputs[index] = CompletionOutput(index, "", [])
         return output
 
     def _snapshot(self, index: int) -> CompletionOutput:
-        text, reasoning = "".join(self._texts[index]), "".join(self._reasonings[index])
-        self._texts[index], self._reasonings[index] = [text], [reasoning]
+        text = "".join(self._texts[index])
+        reasoning = "".join(self._reasonings[index])
+        self._texts[index] = [text]
+        self._reasonings[index] = [reasoning]
         calls = merged_calls(self._calls[index])
         now = self._outputs[index]
         return msgspec.structs.replace(
@@ -350,7 +360,8 @@ def _ends_of_stages(
     """Yield the stages of an attempt in order: name, end, node, and the code of its loss."""
     yield "router_queue", end_s if one.placed_at_s is None else one.placed_at_s, None, ""
     computes = one.prefill_node or one.decode_node
-    prompt_at_s, decoding_at_s = one.prefilled_at_s, one.decoding_at_s
+    prompt_at_s = one.prefilled_at_s
+    decoding_at_s = one.decoding_at_s
     if not one.prefill_node:
         prompt_at_s = decoding_at_s
     elif prompt_at_s is not None and decoding_at_s is not None and decoding_at_s <= prompt_at_s:

@@ -104,7 +104,8 @@ class TextRouter:
         limits = self.core.limits()
         max_tokens = limits.max_model_len - 1
         if isinstance(prompt, str):
-            text, token_ids = prompt, await self._text.encode(prompt, max_tokens=max_tokens)
+            text = prompt
+            token_ids = await self._text.encode(prompt, max_tokens=max_tokens)
         elif len(prompt) > max_tokens:
             raise too_long(max_tokens)
         else:
@@ -225,11 +226,13 @@ class TextRouter:
         """Return the model that the nodes serve. Raises `Overloaded` until a node is ready."""
         registry = self.core.registry
         if self._served is None or self._served_at != registry.version:
-            self._served, self._served_at = self._model_now(), registry.version
+            self._served = self._model_now()
+            self._served_at = registry.version
         return self._served
 
     def _model_now(self) -> ServedModel:
-        max_model_len, model = self.core.known_limits().max_model_len, self.core.registry.model
+        max_model_len = self.core.known_limits().max_model_len
+        model = self.core.registry.model
         assert model is not None, "there are limits only with a model"
         name, *other_names = self._config.served_names
         return ServedModel(

@@ -18,7 +18,8 @@ class Standstill:
     """Tells when a state has not changed for `limit_s`, so that slow progress is no failure."""
 
     def __init__(self, limit_s: float, clock: Clock = monotonic) -> None:
-        self._limit_s, self._clock = limit_s, clock
+        self._limit_s = limit_s
+        self._clock = clock
         self._state: object = None
         self._since_s = clock()
 
@@ -26,7 +27,8 @@ class Standstill:
         """Take the state of now. Return whether it has been the same for too long."""
         now_s = self._clock()
         if state != self._state:
-            self._state, self._since_s = state, now_s
+            self._state = state
+            self._since_s = now_s
         return now_s - self._since_s > self._limit_s
 
 

@@ -123,7 +123,9 @@ def fitted_to_gpus(config: ClusterConfig) -> ClusterConfig:
     Two copies of the weights on one GPU would take turns and gain nothing. `local_prefill=never`
     keeps the nodes as they are.
     """
-    engine, router, num_nodes = config.engine, config.router, config.prefill + config.decode
+    engine = config.engine
+    router = config.router
+    num_nodes = config.prefill + config.decode
     num_gpus = 0 if engine.device == "cpu" or _has_cpu_torch() else len(gpus_of(0))
     is_enough = not num_gpus or num_gpus >= num_nodes * engine.tensor_parallel_size
     is_split = config.prefill and config.decode

@@ -57,7 +57,8 @@ class Histogram:
 
     def buckets(self) -> list[tuple[str, float]]:
         """Return the cumulative counts with their bounds, as Prometheus writes them."""
-        found, so_far = [], 0
+        found = []
+        so_far = 0
         for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
             so_far += count
             found.append((bound, float(so_far)))
@@ -281,5 +282,6 @@ def add_nodes(
 
 
 def _info(one: NodeHealth) -> tuple[str, ...]:
-    ranks, features = str(one.tensor_parallel or ""), ",".join(one.features)
+    ranks = str(one.tensor_parallel or "")
+    features = ",".join(one.features)
     return (one.node_id, one.role, one.dtype, one.device, one.transports, ranks, features)

@@ -229,13 +229,15 @@ class Backoff:
     """The delay before the next attempt. It doubles each time, and starts anew after a good run."""
 
     def __init__(self, first_s: float = 0.5, longest_s: float = 30.0) -> None:
-        self._first_s, self._longest_s = first_s, longest_s
+        self._first_s = first_s
+        self._longest_s = longest_s
         self._next_s = first_s
 
     def after(self, ran_s: float) -> float:
         if ran_s >= GOOD_RUN_S:
             self._next_s = self._first_s
-        delay_s, self._next_s = self._next_s, min(2 * self._next_s, self._longest_s)
+        delay_s = self._next_s
+        self._next_s = min(2 * self._next_s, self._longest_s)
         return delay_s
 
 
@@ -343,7 +345,8 @@ class Supervisor:
         entry.num_exits += 1
         delay_s = None if self._may_leave and code == 0 else entry.backoff.after(ran_s)
         if entry.is_restarting:
-            entry.is_restarting, delay_s = False, 0.0
+            entry.is_restarting = False
+            delay_s = 0.0
         entry.restart_at_s = math.inf if delay_s is None else self._clock() + delay_s
         return Exit(entry.command.name, code, tail, entry.num_exits, delay_s)
 
@@ -380,9 +383,11 @@ class Interrupts:
         """Take two callbacks that run in the handler; exit with 130 right after `on_second`."""
         self.requested = False
         self.is_hurried = False  # the stop was requested by SIGINT
-        self._on_first, self._on_second = on_first, on_second
+        self._on_first = on_first
+        self._on_second = on_second
         self._previous: list[tuple[signal.Signals, SignalHandler]] = []
-        self._read_end, self._write_end = -1, -1
+        self._read_end = -1
+        self._write_end = -1
 
     def __enter__(self) -> "Interrupts":
         self._read_end, self._write_end = os.pipe()

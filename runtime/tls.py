@@ -19,7 +19,8 @@ def server_context(router: RouterConfig) -> ssl.SSLContext | None:
     """
     if not router.speaks_tls:
         return None
-    cert, key = Path(router.ssl_certfile), Path(router.ssl_keyfile or router.ssl_certfile)
+    cert = Path(router.ssl_certfile)
+    key = Path(router.ssl_keyfile or router.ssl_certfile)
     for path, setting in ((cert, "router.ssl_certfile"), (key, "router.ssl_keyfile")):
         try:
             path.open("rb").close()

@@ -106,7 +106,8 @@ def logging_as_it_was() -> Iterator[None]:
     sys.excepthook, threading.excepthook = hooks
     for (name, handlers), (level, propagates) in zip(before, state, strict=True):
         known = logging.getLogger(name)
-        known.handlers[:], known.propagate = handlers, propagates
+        known.handlers[:] = handlers
+        known.propagate = propagates
         known.setLevel(level)
 
 

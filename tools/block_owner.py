@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MODULE = "tools.block_owner"
-OWNER, READER = Epoch("owner"), Epoch("reader")
+OWNER = Epoch("owner")
+READER = Epoch("reader")
 RANK = PeerRank(OWNER)
 START_TIMEOUT_S = READ_TIMEOUT_S = 60.0
 PREFIX = "owner "

@@ -48,7 +48,8 @@ async def ask(client: aiohttp.ClientSession, url: str, history: list[int], numbe
         "stream_options": {"include_usage": True},
         "return_token_ids": True,
     }
-    began_s, first_s = time.perf_counter(), 0.0
+    began_s = time.perf_counter()
+    first_s = 0.0
     async with client.post(f"{url}/v1/completions", json=body) as response:
         response.raise_for_status()
         async for line in response.content:

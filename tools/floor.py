@@ -85,7 +85,8 @@ def measure_steps(
 
 def _measure_step(runner: Runner, floor: "StepFloors", case: Case, rounds: int) -> StepRow:
     plans = case.plans()
-    steps, floors = [], []
+    steps = []
+    floors = []
     for number in range(rounds + 1):
         step_s = floor.time(lambda: [runner.execute(plan) for plan in plans])
         if number:  # the first round warms up
@@ -105,7 +106,8 @@ class StepFloors:
     """The least time of a case, measured anew at every call."""
 
     def __init__(self, config: DecoderConfig, runner: Runner, now: Callable[[], float]) -> None:
-        self._config, self._now = config, now
+        self._config = config
+        self._now = now
         *self._layers, self._head = runner.decoder.linears()
         self._dtype = runner.cache.pool.dtype
         self._token_bytes = runner.cache.pool[0].nbytes // BLOCK_SIZE
@@ -130,7 +132,8 @@ class StepFloors:
     def _products_s(self, num_rows: int, num_drawn: int) -> float:
         """Time the layers; what follows the last attention is computed for `num_drawn` rows."""
         config = self._config
-        hidden, inner = config.hidden_size, config.intermediate_size
+        hidden = config.hidden_size
+        inner = config.intermediate_size
         wide = config.num_heads * config.head_dim
         widths = (hidden, wide, hidden, inner)
         inputs = [self._rows(num_rows, width) for width in widths]

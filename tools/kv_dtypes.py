@@ -39,7 +39,9 @@ from tools.gpu.serving import BLOCK_SIZE
 from tools.random_model import SIZES, write_model
 
 KINDS: tuple[KVCacheDtype, ...] = ("auto", "fp8")
-NUM_TOKENS, NUM_TEXTS, NUM_QUESTIONS = 1024, 4, 16
+NUM_TOKENS = 1024
+NUM_TEXTS = 4
+NUM_QUESTIONS = 16
 GREEDY = Sampling(seed=0, max_tokens=1 << 20, temperature=0.0)
 CASES = (Case(1, 4096), Case(8, 1024), Case(8, 4096))
 
@@ -86,8 +88,13 @@ def continued(runner: Runner, tokens: list[int], start: int, count: int) -> list
 
 def compare_answers() -> None:
     tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
-    right, equal, num_answers, num_tokens = [0, 0], 0, 0, 0
-    differences, alike, spread = [], [], []
+    right = [0, 0]
+    equal = 0
+    num_answers = 0
+    num_tokens = 0
+    differences = []
+    alike = []
+    spread = []
     with ExitStack() as held:
         runners = [
             runner_of(CHECKPOINT, kind, NUM_TOKENS // BLOCK_SIZE + 8, held) for kind in KINDS
@@ -105,7 +112,8 @@ def compare_answers() -> None:
                 answers = [continued(one, asked, len(told), len(wanted)) for one in runners]
                 for number, answer in enumerate(answers):
                     right[number] += tokenizer.decode(answer) == question.answer
-                num_answers, num_tokens = num_answers + 1, num_tokens + len(wanted)
+                num_answers = num_answers + 1
+                num_tokens = num_tokens + len(wanted)
                 equal += sum(a == b for a, b in zip(*answers, strict=True))
     print(f"right answers of {num_answers}: {right[0]} in bf16, {right[1]} in fp8")
     print(f"equal tokens of those answers: {equal} of {num_tokens}")

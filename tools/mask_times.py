@@ -37,9 +37,12 @@ def main(folder: Path, vocab_size: int) -> None:
     masks = TokenMasks(folder, vocab_size, (1,))
     for batch in (1, 8, 64):
         keys = [Key(RequestId(f"{batch}-{i}"), 0, 0) for i in range(batch)]
-        logits, mask_s, apply_s = torch.zeros(batch, vocab_size), 0.0, 0.0
+        logits = torch.zeros(batch, vocab_size)
+        mask_s = 0.0
+        apply_s = 0.0
         for position in range(-1, len(ids)):
-            begun_s, found = perf_counter(), []
+            begun_s = perf_counter()
+            found = []
             masks.begin_step()
             for key in keys:
                 past = () if position < 0 else None
@@ -53,7 +56,8 @@ def main(folder: Path, vocab_size: int) -> None:
             words = torch.stack([torch.from_numpy(mask) for mask in found])
             apply_masks(logits, torch.arange(batch), words)
             if position >= 0:
-                mask_s, apply_s = mask_s + masked_s - begun_s, apply_s + perf_counter() - masked_s
+                mask_s = mask_s + masked_s - begun_s
+                apply_s = apply_s + perf_counter() - masked_s
         num = len(ids) * batch / 1e6
         print(f"{vocab_size} ids, batch {batch}: {mask_s / num:.0f} + {apply_s / num:.0f} us/token")
 

@@ -20,8 +20,10 @@ from baton.protocol.errors import BatonError, ConfigError
 from tools.gpu.floors import Shape
 
 MAX_POSITIONS = 8192
-WEIGHT_SCALE, EMBEDDING_SCALE = 0.03, 0.5
-END, END_ID = "<|end|>", 0
+WEIGHT_SCALE = 0.03
+EMBEDDING_SCALE = 0.5
+END = "<|end|>"
+END_ID = 0
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 
 # Small enough for two CPU cores, and large enough that the arithmetic is most of a step.
@@ -71,7 +73,8 @@ def tokenizer(vocab_size: int) -> Tokenizer:
 
 def in_four_bits(folder: Path) -> None:
     """Quantize a folder's layers as llm-compressor does (W4A16): groups of 128, without zeros."""
-    file, found = folder / "model.safetensors", {}
+    file = folder / "model.safetensors"
+    found = {}
     for name, weight in load_file(file).items():
         if not name.endswith("_proj.weight"):
             found[name] = weight

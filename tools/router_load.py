@@ -99,7 +99,8 @@ class PlayedNode:
         """Send token number `index` of every request; 1 repeats 0, as after every handoff."""
         entries: list[TokenEntry] = []
         for key, order in list(self.running.items()):
-            prompt, first = order.token_ids, 0 if index == 1 else index
+            prompt = order.token_ids
+            first = 0 if index == 1 else index
             token_ids = [prompt[number % len(prompt)] for number in range(first, index + 1)]
             is_last = index + 1 >= order.sampling.max_tokens
             reason: FinishReason | None = "length" if is_last else None
@@ -157,7 +158,8 @@ class Lags:
             self.sent_s.setdefault(key.request_id, deque()).append(now_s)
 
     def came(self, request_id: RequestId, num_tokens: int) -> None:
-        now_s, waiting = time.monotonic(), self.sent_s.get(request_id, ())
+        now_s = time.monotonic()
+        waiting = self.sent_s.get(request_id, ())
         for _ in range(min(num_tokens, len(waiting))):
             lag_s = now_s - waiting.popleft()  # type: ignore[union-attr]
             if self.is_counting:
@@ -168,7 +170,8 @@ class StreamReader(asyncio.Protocol):
     """One client's stream. `opened` is done when its first token has come."""
 
     def __init__(self, request: bytes, lags: Lags) -> None:
-        self._request, self._lags = request, lags
+        self._request = request
+        self._lags = lags
         self._id: RequestId | None = None
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.transport: asyncio.Transport | None = None
@@ -230,7 +233,8 @@ class CrowdPlayer:
 
     async def _open(self, num: int) -> list[StreamReader]:
         request = request_of(LONG, is_streamed=True)
-        loop, room = asyncio.get_running_loop(), asyncio.Semaphore(DIALS)
+        loop = asyncio.get_running_loop()
+        room = asyncio.Semaphore(DIALS)
 
         async def open_one() -> StreamReader:
             async with room:
@@ -245,17 +249,20 @@ class CrowdPlayer:
     async def _step(self, nodes: list[PlayedNode], crowd: Crowd, at_s: float) -> None:
         """Send a token for every sequence of a node at each interval, late ones at once."""
         assert crowd.step_s is not None
-        end_s, index = at_s + crowd.seconds, 1
+        end_s = at_s + crowd.seconds
+        index = 1
         while at_s < end_s:
             await asyncio.sleep(at_s - time.monotonic())
             for node in nodes:
                 self._lags.sent(list(node.running))
                 node.step(index)
-            at_s, index = at_s + crowd.step_s, index + 1
+            at_s = at_s + crowd.step_s
+            index = index + 1
 
     async def _ask_at(self, rate: float, seconds: float) -> CrowdFigures:
         """Send short requests at a constant rate. A lag is then the time of the whole response."""
-        request, due = request_of(2, is_streamed=False), asyncio.Queue[float]()
+        request = request_of(2, is_streamed=False)
+        due = asyncio.Queue[float]()
         lags_s: list[float] = []
 
         async def ask() -> None:

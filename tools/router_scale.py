@@ -47,7 +47,8 @@ class Scene:
     """Routers and a player that are ready."""
 
     def __init__(self, routers: list[psutil.Process], player: "subprocess.Popen[bytes]") -> None:
-        self._routers, self._player = routers, player
+        self._routers = routers
+        self._player = player
         self._player_process = psutil.Process(player.pid)
 
     def measure(self, load: str, crowd: Crowd) -> RouterFigures:
@@ -56,7 +57,8 @@ class Scene:
         self._player.stdin.write(msgspec.json.encode(crowd) + b"\n")
         self._player.stdin.flush()
         self._expect(STARTED)
-        began_s, began = time.monotonic(), self._cpu_s()
+        began_s = time.monotonic()
+        began = self._cpu_s()
         player_began_s = _cpu_s(self._player_process)
         if crowd.rate is None:
             # The clients leave as soon as the time is over, which must not count.

@@ -36,7 +36,8 @@ from tools.block_owner import READ_TIMEOUT_S, BlockReader, Owned, block_owner, w
 # Neighbouring blocks on both sides; from anywhere into neighbours; from anywhere to anywhere.
 PATTERNS = ("run", "gather", "scattered")
 MIB = 1 << 20
-MEMCPY, RAW_NIXL = "memcpy", "raw_nixl"
+MEMCPY = "memcpy"
+RAW_NIXL = "raw_nixl"
 HEADINGS = (
     "block KiB", "blocks", "pattern", "way", "GB/s", "p50 ms", "p99 ms", "of memcpy", "of raw NIXL"
 )  # fmt: skip
@@ -146,7 +147,8 @@ def _read(reader: BlockReader, remote: Ids, local: Ids) -> None:
 
 def _copy(pool: HostPool, other: HostPool, remote: Ids, local: Ids) -> None:
     """Copy as many bytes in one piece from a pool of this process, whose pages are as small."""
-    count, shape = len(remote), pool.shape
+    count = len(remote)
+    shape = pool.shape
     first, last = (
         min(int(ids[0]), shape.num_blocks - count) * shape.block_bytes for ids in (remote, local)
     )

@@ -61,24 +61,30 @@ class Connection(asyncio.Protocol):
 
     def close(self) -> None:
         """Close the connection at once and drop the bytes that are on their way."""
-        self.is_open, self._exchange, self._parser = False, None, None
+        self.is_open = False
+        self._exchange = None
+        self._parser = None
         if self._transport is not None:
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        self._transport, self.is_open = transport, True
+        self._transport = transport
+        self.is_open = True
         self.idle_since_s = monotonic()
 
     def data_received(self, data: bytes) -> None:
         at_s = monotonic()
-        exchange, parser = self._exchange, self._parser
+        exchange = self._exchange
+        parser = self._parser
         if exchange is None or parser is None:
             self.close()  # the server sent bytes that no request asked for
             return
         exchange.feed(parser, data, at_s)
         if exchange.is_complete and self._exchange is exchange:
-            self._exchange, self._parser, self.idle_since_s = None, None, at_s
+            self._exchange = None
+            self._parser = None
+            self.idle_since_s = at_s
             if not exchange.keep_alive:
                 self.close()
             if exchange.drained is not None:
@@ -86,7 +92,10 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         at_s = monotonic()
-        exchange, self.is_open, self._exchange, self._parser = self._exchange, False, None, None
+        exchange = self._exchange
+        self.is_open = False
+        self._exchange = None
+        self._parser = None
         if exchange is not None:
             exchange.lost("the connection was " + ("reset" if error else "closed"), at_s)
 
@@ -115,12 +124,14 @@ class Exchange:
     def end(self, at_s: float, problem: Problem | None = None) -> None:
         """End the request; later bytes do not count."""
         if not self.ended.done():
-            self.end_s, self.problem = at_s, problem
+            self.end_s = at_s
+            self.problem = problem
             self.ended.set_result(None)
 
     def feed(self, parser: httptools.HttpResponseParser, data: bytes, at_s: float) -> None:
         """Take in the bytes of one read; `parser` is the one that was made for this exchange."""
-        self._read_s, self._parser = at_s, parser
+        self._read_s = at_s
+        self._parser = parser
         try:
             parser.feed_data(data)
         except httptools.HttpParserCallbackError:
@@ -148,12 +159,14 @@ class Exchange:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self.status is None:  # else it is a trailer
-            key, text = name.decode("latin-1").lower(), value.decode("latin-1")
+            key = name.decode("latin-1").lower()
+            text = value.decode("latin-1")
             self.headers[key] = f"{self.headers[key]}, {text}" if key in self.headers else text
 
     def on_headers_complete(self) -> None:
         assert self._parser is not None
-        status, headers = self._parser.get_status_code(), self.headers
+        status = self._parser.get_status_code()
+        headers = self.headers
         if self.is_complete:
             return
         if 100 <= status < 200:
@@ -203,7 +216,8 @@ class Exchange:
 
     def _judge(self, why: str) -> Problem:
         """Return the problem of a response that is not a stream of events."""
-        status, text = self.status or 0, message_of(bytes(self.body))
+        status = self.status or 0
+        text = message_of(bytes(self.body))
         if status in (429, 503):
             return Problem(Outcome.REFUSED, text)
         if 400 <= status < 600:
@@ -231,7 +245,8 @@ class Session:
         """Open no connection yet. Raises `ConfigError` for an unusable target."""
         address = server_address(target.url)
         self.base_path = address.base_path
-        self._place, self._key = address, target.api_key
+        self._place = address
+        self._key = target.api_key
         self._tls = tls_of(target) if address.is_tls else None
         self._connections: set[Connection] = set()
         self._idle: list[Connection] = []
@@ -288,7 +303,8 @@ class Session:
 
     async def open(self, timeout_s: float) -> Connection | Problem:
         """Return a new connection, for the caller alone, or the reason why there is none."""
-        address, loop = self._place, asyncio.get_running_loop()
+        address = self._place
+        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(timeout_s):
                 _, connection = await loop.create_connection(
@@ -405,7 +421,8 @@ async def send(
     reader.fill(record, num_requested=planned.output_tokens)
     if exchange.problem is not None:
         record.outcome, record.detail = exchange.problem
-    record.end_s, record.first_byte_s = exchange.end_s, exchange.first_byte_s
+    record.end_s = exchange.end_s
+    record.first_byte_s = exchange.first_byte_s
     record.status = exchange.status
     return record
 
@@ -421,7 +438,8 @@ async def _connected(
     """
     found: Connection | Problem | None = session.take()
     opening = None if found else asyncio.create_task(session.open(timeout_s))
-    sent_s, is_early = due_s, False
+    sent_s = due_s
+    is_early = False
     if not at_once:
         try:
             await asyncio.sleep(due_s - monotonic())
@@ -429,7 +447,8 @@ async def _connected(
             if opening is not None:
                 opening.cancel()
             raise
-        sent_s, is_early = monotonic(), opening is None or opening.done()
+        sent_s = monotonic()
+        is_early = opening is None or opening.done()
     if opening is not None:
         found = await opening
     assert found is not None

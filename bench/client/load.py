@@ -130,7 +130,8 @@ class _Clients:
         self.progress: list[Progress] = []
         self.finished: dict[int, Finished] = {}
         self.stopping = False
-        self._show, self._stop = show, stop
+        self._show = show
+        self._stop = stop
         self._pipes: list[Connection] = []
         self._children: list[Child] = []
 

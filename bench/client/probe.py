@@ -56,7 +56,8 @@ def probe(target: Target, stop_fd: int | None = None) -> Probed:
     check(target, [])
 
     async def until_stopped() -> Probed:
-        loop, asking = asyncio.get_running_loop(), asyncio.ensure_future(_probe(target))
+        loop = asyncio.get_running_loop()
+        asking = asyncio.ensure_future(_probe(target))
         if stop_fd is not None:
             loop.add_reader(stop_fd, asking.cancel)
         try:
@@ -78,7 +79,8 @@ async def _probe(target: Target) -> Probed:
         for accepted_fields in ATTEMPTS:
             fields = {name: name in accepted_fields for name in FIELDS}
             attempt = msgspec.structs.replace(target, model=model, **fields)
-            path, body = session.base_path + target.path, body_of(attempt, planned)
+            path = session.base_path + target.path
+            body = body_of(attempt, planned)
             tried = await _exchange(session, target, "POST", path, body)
             if tried.problem is None or tried.problem.outcome is not Outcome.CLIENT_ERROR:
                 break
@@ -131,7 +133,9 @@ async def _exchange(
 
 def _model(target: Target, listed: Exchange) -> str:
     """Return the model to measure: the named one, or the only one."""
-    url, wanted, status = target.url, target.model, listed.status
+    url = target.url
+    wanted = target.model
+    status = listed.status
     if status is None:
         why = listed.problem.detail if listed.problem is not None else ""
         raise ConfigError(f"{url} gives no response: {why}; is it http:// or https://?")

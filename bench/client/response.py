@@ -171,7 +171,8 @@ class ResponseReader:
         return self._on_choice(chunk.choices, at_s) if chunk.choices else None
 
     def _on_choice(self, choices: list[_Choice], at_s: float) -> Problem | None:
-        choice, ids = choices[0], choices[0].token_ids
+        choice = choices[0]
+        ids = choices[0].token_ids
         if len(choices) > 1 or choice.index != 0:
             return _malformed("an event belongs to a choice that was not requested")
         text = choice.text
@@ -257,7 +258,9 @@ def _differs(reported: int | None, counted: int, what: str) -> Problem | None:
 
 def _spread(with_text: list[int], num_tokens: int) -> list[int]:
     """Return `num_tokens` spread over the chunks with text, as evenly as whole tokens go."""
-    num_texts, seen, counts = sum(with_text), 0, []
+    num_texts = sum(with_text)
+    seen = 0
+    counts = []
     for one in with_text:
         before = seen * num_tokens // num_texts
         seen += one

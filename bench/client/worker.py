@@ -57,7 +57,8 @@ class Worker:
     """The sender of the requests of a share. All moments and stamps are on the monotonic clock."""
 
     def __init__(self, pipe: Connection, share: Load) -> None:
-        self._pipe, self._share = pipe, share
+        self._pipe = pipe
+        self._share = share
         self._loop = asyncio.get_running_loop()
         self._session = Session(share.target)
         self._start: asyncio.Future[float | None] = self._loop.create_future()
@@ -103,7 +104,8 @@ class Worker:
         return Progress(self._sent, self._ended, self._failed, self._tokens, self._ready)
 
     async def _carry_out(self) -> ClientProcess:
-        share, requests = self._share, self._share.requests
+        share = self._share
+        requests = self._share.requests
         if share.concurrency:
             warm_up = [one for one in requests if one.warm_up]
             await self._until_stopped(self._closed_loop(warm_up, monotonic()))
@@ -118,8 +120,10 @@ class Worker:
         self._ready = 1
         self._report(self._progress())
         start_s = await self._start
-        ended, tokens = self._ended, self._tokens
-        cpu_s, wall_s = time.process_time(), monotonic()
+        ended = self._ended
+        tokens = self._tokens
+        cpu_s = time.process_time()
+        wall_s = monotonic()
         if start_s is not None:
             send_all = self._closed_loop if share.concurrency else self._open_loop
             await self._until_stopped(send_all(requests, start_s))

@@ -224,7 +224,8 @@ def distribution(samples_ms: Sequence[float] | Floats) -> Distribution | None:
         return None
     ordered = np.sort(np.asarray(samples_ms, np.float64))
     p50, p90, p95, p99 = (nearest_rank(ordered, percent) for percent in (50, 90, 95, 99))
-    smallest, largest = float(ordered[0]), float(ordered[-1])
+    smallest = float(ordered[0])
+    largest = float(ordered[-1])
     return Distribution(len(ordered), float(ordered.mean()), p50, p90, p95, p99, largest, smallest)
 
 
@@ -312,7 +313,9 @@ def _limits(bounds: Bounds) -> list[tuple[str, float]]:
 
 def gaps_ms(answered: Sequence[Record]) -> tuple[Floats, Floats, int]:
     """Return all gaps between chunks, the same per token, and the number of chunks."""
-    chunks, per_token, num_chunks = [np.zeros(0)], [np.zeros(0)], 0
+    chunks = [np.zeros(0)]
+    per_token = [np.zeros(0)]
+    num_chunks = 0
     for record in answered:
         gaps, tokens = chunk_gaps(record)
         chunks.append(1e3 * gaps)
@@ -332,7 +335,8 @@ def _spans(records: Sequence[Record], closed_loop: bool) -> tuple[Window, Window
     the last end, and in an open loop at least as far as that of arrivals: otherwise more would be
     answered per second than was offered.
     """
-    first_s, last_s = records[0].intended_s, records[-1].intended_s
+    first_s = records[0].intended_s
+    last_s = records[-1].intended_s
     next_s = last_s + (last_s - first_s) / max(1, len(records) - 1)
     end_s = max(record.end_s for record in records)
     return Window(first_s, next_s), Window(first_s, end_s if closed_loop else max(end_s, next_s))
@@ -362,7 +366,8 @@ def paired(a: Sequence[float], b: Sequence[float]) -> Ratio:
     if len(a) != len(b) or not a:
         raise ValueError(f"{len(a)} rounds of one and {len(b)} of the other cannot be paired")
     each = tuple(one / other for one, other in zip(a, b, strict=True))
-    ratios, cut = sorted(each), _outside(len(each))
+    ratios = sorted(each)
+    cut = _outside(len(each))
     return Ratio(statistics.median(each), ratios[cut], ratios[-1 - cut], len(each), each)
 
 
@@ -397,10 +402,14 @@ def share_interval(met: Sequence[bool]) -> Interval:
 
     Wilson's interval is wide for few samples; that of batch means is wide for dependent samples.
     """
-    size, share, z2 = len(met), sum(met) / len(met), 1.96**2
+    size = len(met)
+    share = sum(met) / len(met)
+    z2 = 1.96**2
     middle = (share + z2 / (2 * size)) / (1 + z2 / size)
     half = math.sqrt(z2 * (share * (1 - share) / size + z2 / (4 * size**2))) / (1 + z2 / size)
-    low, high = middle - half, middle + half
+    low = middle - half
+    high = middle + half
     if (batches := batch_means(met)) is not None:
-        low, high = min(low, batches.low), max(high, batches.high)
+        low = min(low, batches.low)
+        high = max(high, batches.high)
     return Interval(share, min(share, max(0.0, low)), max(share, min(1.0, high)))

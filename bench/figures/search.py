@@ -99,7 +99,8 @@ class RateSearch:
     _ending: Ending = "running"
 
     def __post_init__(self) -> None:
-        least, start = self.options.min_rate, self.options.start_rate
+        least = self.options.min_rate
+        start = self.options.start_rate
         if not least <= start < math.inf:
             raise ConfigError(f"--start-rate {start:g} must not be below --min-rate {least:g}")
         self._next = (start, "up")
@@ -134,13 +135,16 @@ class RateSearch:
         if probe.is_valid or known.num_invalid >= MAX_INVALID:
             self._next = self._choose()
         if self._next is not None and len(self.probes) >= self.options.max_probes:
-            self._next, self._ending = None, "probes_spent"
+            self._next = None
+            self._ending = "probes_spent"
 
     def result(self) -> Found:
         """Return the result, or the state of the search so far."""
-        low, high = self._low(), self._high()
+        low = self._low()
+        high = self._high()
         has_rate = self._ending in ("found", "client_limit")
-        confirmed, line = has_rate and self._is_confirmed(), self._line(low, high)
+        confirmed = has_rate and self._is_confirmed()
+        line = self._line(low, high)
         offered = [
             probe.offered_rate
             for probe in self.probes
@@ -155,7 +159,8 @@ class RateSearch:
         return Found(low, confirmed, self._ending, failing, line, probes, median)
 
     def _choose(self) -> tuple[float, Purpose] | None:
-        low, high = self._low(), self._high()
+        low = self._low()
+        high = self._high()
         if low is None:
             assert high is not None, "a rate was run and either attained or did not"
             if high > self.options.min_rate:

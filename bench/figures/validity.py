@@ -98,13 +98,15 @@ def judge(case: Case, result: LoadResult, why_stopped: str) -> tuple[Summary, li
 
 def _unlike_the_settings(case: Case, summary: Summary) -> Iterator[Problem]:
     """Find differences between the load that the settings ask for and the one that was sent."""
-    workload, plan = case.settings.workload, case.plan
+    workload = case.settings.workload
+    plan = case.plan
     # No prompt of these begins like another one of the same load.
     is_new = workload.workload in ("tokens", "text", "chat") and not workload.shared_prefix
     if is_new and (summary.cached_share or 0.0) > MAX_CACHED_SHARE:
         yield warning(CACHED)
     # Drawn arrivals may be far from the rate that was asked for.
-    wanted, drawn = plan.offered_rate, plan.realised.rate if plan.realised else None
+    wanted = plan.offered_rate
+    drawn = plan.realised.rate if plan.realised else None
     if wanted and drawn is not None and abs(drawn / wanted - 1) > MAX_OFF_RATE:
         off = f"{abs(drawn / wanted - 1):.0%} {'above' if drawn > wanted else 'below'}"
         text = f"the arrivals were drawn at {drawn:.4g}/s, {off} the {wanted:g}/s asked for"
@@ -152,7 +154,8 @@ def _client(result: LoadResult, summary: Summary, planned: Sequence[Planned]) ->
         yield invalid(
             f"{missing} of {len(measured)} planned requests have no record: the load was cut short"
         )
-    gate_ms, lag_ms = lag_gate_ms(summary), summary.lag.p99
+    gate_ms = lag_gate_ms(summary)
+    lag_ms = summary.lag.p99
     is_open = any(one.at_s is not None for one in measured)  # else nothing is sent late
     if is_open and lag_ms > gate_ms:
         yield invalid(
@@ -166,10 +169,12 @@ def _client(result: LoadResult, summary: Summary, planned: Sequence[Planned]) ->
             f"over {MAX_CLIENT_CPU:.0%}: they measured their own queue; use more --processes"
         )
     due = {one.index: one.at_s for one in measured if one.at_s is not None}
-    sent, wanted = sorted(one.sent_s for one in result.records if one.index in due), [*due.values()]
+    sent = sorted(one.sent_s for one in result.records if one.index in due)
+    wanted = [*due.values()]
     if len(sent) < max(2, len(wanted)):
         return
-    wanted_s, spread_s = max(wanted) - min(wanted), sent[-1] - sent[0]
+    wanted_s = max(wanted) - min(wanted)
+    spread_s = sent[-1] - sent[0]
     if 0 < wanted_s < (1 - MAX_RATE_LOSS) * spread_s:
         rates = [(len(sent) - 1) / over_s for over_s in (spread_s, wanted_s)]
         of = " of ".join(f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}" for rate in rates)

@@ -121,7 +121,8 @@ def _between(what: str, value: float, limits: tuple[float, float]) -> float:
 
 def realised(arrivals: Sequence[float]) -> Realised:
     """Measure the rate and the burstiness of a schedule, which must be in order."""
-    num, span_s = len(arrivals), (arrivals[-1] - arrivals[0] if arrivals else 0.0)
+    num = len(arrivals)
+    span_s = arrivals[-1] - arrivals[0] if arrivals else 0.0
     if span_s <= 0:
         return Realised(num)
     gaps = [after - before for before, after in itertools.pairwise(arrivals)]
@@ -129,7 +130,8 @@ def realised(arrivals: Sequence[float]) -> Realised:
 
 
 # Warm-up requests come at this rate at most, and a pause follows before the schedule starts.
-WARM_UP_SPACING_S, SETTLE_S = 0.5, 2.0
+WARM_UP_SPACING_S = 0.5
+SETTLE_S = 2.0
 
 # A source has the requests of each arrival, and the times of its rows where they were recorded.
 Source = DrawnSource | TraceSource | FileSource
@@ -254,7 +256,8 @@ def make_plan(
 
 
 def _source(workload: Workload) -> Source:
-    draws, kind = Draws(workload), workload.workload
+    draws = Draws(workload)
+    kind = workload.workload
     if kind in ("trace", "file") and not workload.path:
         raise ConfigError(f"--workload {kind} needs --path FILE")
     if workload.path and kind not in ("trace", "file"):
@@ -281,7 +284,8 @@ def _recorded(
         raise ConfigError("arrivals 'trace' need a trace, or a file whose rows say at_s")
     if count is not None and count > len(source.times):
         raise ConfigError(f"{count} requests are wanted of {len(source.times)} recorded ones")
-    at, notes = list(source.times[:count]), []
+    at = list(source.times[:count])
+    notes = []
     end_s = math.inf if duration_s is None else duration_s
     if arrivals.rate is not None:
         at = at[: round(min(len(at), arrivals.rate * end_s))]

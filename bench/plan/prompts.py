@@ -29,9 +29,14 @@ MAX_PLAN_TOKENS = 20_000_000
 _REMEMBERED_TOKENS = 32
 _ATTEMPTS = 100
 # The first part of every key: warm-up requests never share a draw with measured ones.
-MEASURED, WARM_UP = 0, 1
+MEASURED = 0
+WARM_UP = 1
 # Separate the draws of one seed from each other, and from those of arrivals.
-_BLOCK_STREAM, _PROMPT_STREAM, _PREFIX_STREAM, _INPUT_STREAM, _OUTPUT_STREAM = 2, 3, 4, 5, 6
+_BLOCK_STREAM = 2
+_PROMPT_STREAM = 3
+_PREFIX_STREAM = 4
+_INPUT_STREAM = 5
+_OUTPUT_STREAM = 6
 
 # The words are short and common, so that in most tokenizers each one, with its space, is one token.
 _TEXT = """
@@ -163,7 +168,8 @@ class DrawnSource:
     times: Sequence[float] | None = None
 
     def __init__(self, workload: Workload, draws: Draws) -> None:
-        self._workload, self._draws = workload, draws
+        self._workload = workload
+        self._draws = draws
         self._kind = workload.workload
 
     def draw(self, place: int) -> Planned:
@@ -173,8 +179,10 @@ class DrawnSource:
         return self._request((WARM_UP, place, 0), (WARM_UP, place))
 
     def _request(self, key: Key, prefix: Key) -> Planned:
-        draws, num_shared = self._draws, self._workload.shared_prefix
-        outputs, own = draws.output_tokens(key), draws.input_tokens(key)
+        draws = self._draws
+        num_shared = self._workload.shared_prefix
+        outputs = draws.output_tokens(key)
+        own = draws.input_tokens(key)
         draws.spend(num_shared + own)
         choices = draws.vocabulary if self._kind == "tokens" else WORD_PLACES
         start = draws.shared(prefix, num_shared, choices)

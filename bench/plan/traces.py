@@ -131,7 +131,8 @@ def _rows(path: Path, lines: Iterable[tuple[int, str]], decode: Callable[[str], 
         try:
             row = decode(line)
             if rows:
-                before_s, at_s = rows[-1].at_s, row.at_s
+                before_s = rows[-1].at_s
+                at_s = row.at_s
                 if (before_s is None) != (at_s is None):
                     raise ValueError("some rows say at_s and others do not")
                 if before_s is not None and at_s is not None and at_s < before_s:
@@ -230,7 +231,9 @@ class TraceSource:
         return Planned(0, None, row.output_tokens, prompt_ids=ids)
 
     def notes(self, num_arrivals: int) -> list[str]:
-        rows, size, notes = self._recorded[:num_arrivals], self._block_tokens, []
+        rows = self._recorded[:num_arrivals]
+        size = self._block_tokens
+        notes = []
         if any(row.hash_ids for row in rows):
             scale = size / BLOCK_TOKENS
             scaled = "" if scale == 1 else f", which scales inputs by {scale:g}"
@@ -244,7 +247,8 @@ class FileSource:
     """Requests as a file has them; an output length that a row does not say is drawn."""
 
     def __init__(self, workload: Workload, draws: Draws) -> None:
-        self._rows, self._draws = read_prompts(Path(workload.path)), draws
+        self._rows = read_prompts(Path(workload.path))
+        self._draws = draws
         self.num_rows: int | None = len(self._rows)
         at = [row.at_s for row in self._rows if row.at_s is not None]
         self.times: Sequence[float] | None = at or None

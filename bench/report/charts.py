@@ -17,7 +17,8 @@ from baton.bench.records import Outcome, Record
 from baton.bench.report.document import Report, Run
 
 MAX_CURVES = 8
-WIDTH, HEIGHT = 640, 300
+WIDTH = 640
+HEIGHT = 300
 LEFT, RIGHT, TOP, BOTTOM = 58.0, 628.0, 22.0, 256.0  # of the frame
 MAX_TICKS = 6
 MAX_POINTS = 400  # of a curve; more would not be seen
@@ -48,13 +49,15 @@ class Chart:
         """Return one `<svg>` element, fit for any page: every text in it is escaped."""
         xs = np.concatenate([curve.x[np.isfinite(curve.x)] for curve in self.curves])
         ys = np.concatenate([curve.y[np.isfinite(curve.y)] for curve in self.curves])
-        low, high = float(xs.min()), max(float(xs.max()), 1e-9)
+        low = float(xs.min())
+        high = max(float(xs.max()), 1e-9)
         # A mark far beyond the values would squeeze them into a corner.
         high = max(high, *(at for at, _ in self.marks if at <= 3 * high), low * 1.001)
         if low < 0.4 * high:
             low = 0.0
         top = 1.0 if self.is_share else 1.05 * float(ys.max(initial=0.0)) or 1.0
-        x, y = _Axis(low, high, LEFT, RIGHT), _Axis(0.0, top, BOTTOM, TOP)
+        x = _Axis(low, high, LEFT, RIGHT)
+        y = _Axis(0.0, top, BOTTOM, TOP)
         grid = "".join(f"M{LEFT} {y.at(value):.1f}H{RIGHT}" for value in y.ticks())
         grid += "".join(f"M{x.at(value):.1f} {TOP}V{BOTTOM}" for value in x.ticks())
         rows = [(y.at(v), f"{100 * v:g} %" if self.is_share else f"{v:,g}") for v in y.ticks()]
@@ -134,7 +137,8 @@ def groups(report: Report) -> dict[str, list[Record]]:
 
 
 def _distributions(report: Report) -> Iterator[Chart]:
-    bounds, found = report.bounds or Bounds(), groups(report)
+    bounds = report.bounds or Bounds()
+    found = groups(report)
     for name, title, bound_ms in (
         ("ttft", "Time to first token", bounds.ttft_ms),
         ("tpot", "Time per output token", bounds.tpot_ms),

@@ -37,7 +37,8 @@ from baton.bench.report.provenance import collect, complete
 from baton.bench.settings import Settings
 from baton.protocol.errors import ConfigError
 
-REPORT, PAGE = "report.json", "report.html"
+REPORT = "report.json"
+PAGE = "report.html"
 LATENCIES = ("ttft", "tpot", "itl", "gap_max", "e2e", "lag")
 FURTHER_LATENCIES = ("chunk_gap", "ntpot", "ttft_from_sent")
 # Fields of a summary, with their units.
@@ -72,7 +73,8 @@ def finish(report: Report, folder: str, api_key: str = "") -> int:
     Return 0 if its figures may be used, else 1.
     """
     report.provenance = complete(report.provenance)
-    report, out = withhold(report, api_key), Path(folder) if folder else None
+    report = withhold(report, api_key)
+    out = Path(folder) if folder else None
     written: list[Path] = []
     try:
         # This comes first, because the reader of the output may be gone, as with `head`.

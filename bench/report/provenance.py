@@ -89,7 +89,8 @@ def cpu_model_of(cpuinfo: str) -> str:
 
 
 def _machine() -> Machine:
-    cpuinfo, num_cpus = Path("/proc/cpuinfo"), os.cpu_count() or 1
+    cpuinfo = Path("/proc/cpuinfo")
+    num_cpus = os.cpu_count() or 1
     model = cpu_model_of(cpuinfo.read_text("utf-8") if cpuinfo.exists() else "")
     return Machine(
         cpu_model=model or f"unknown {platform.machine()} processor",

@@ -42,7 +42,8 @@ WATCH_S = 0.2
 RAY_ADDRESS = "RAY_ADDRESS"  # the variable that Ray reads, too
 # Added to the nodes' own deadline: the time for interpreters and the platform to start.
 EXTRA_START_S = 20.0
-LOCAL, RAY = "local", "ray"
+LOCAL = "local"
+RAY = "ray"
 # How the files that `render` writes for a platform are run.
 RENDERED = {
     "helm": "helm install NAME CHART -f FOLDER/values.yaml -f FOLDER/secrets.yaml",
@@ -328,7 +329,8 @@ def arguments_of(command: str, summary: str, arguments: Sequence[str]) -> Cluste
     values = parser.values_in(parsed, _fields(command)) | {"file": parsed.file or ""}
     if command == "restart":
         values["process"] = parsed.process
-    given, platforms = with_values(ClusterArguments(), values), _platforms(command)
+    given = with_values(ClusterArguments(), values)
+    platforms = _platforms(command)
     if command == "up" and not given.on:
         given = msgspec.structs.replace(given, on=LOCAL)
     for url in given.url:

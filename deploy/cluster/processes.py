@@ -114,7 +114,8 @@ def processes_of(description: Description, addresses: ClusterAddresses) -> tuple
         on_host: Counter[str] = Counter()
         for index, named in enumerate(placed_hosts(pool)):
             host = named or addresses.host
-            nth, first_gpu = on_host[host], gpus_taken[host]
+            nth = on_host[host]
+            first_gpu = gpus_taken[host]
             processes.append(
                 _node(description, addresses, name, index, nth=nth, first_gpu=first_gpu)
             )
@@ -171,7 +172,9 @@ def _node(
     """Return node `index` of a pool, the `nth` of the pool on its host."""
     pool = description.pools[pool_name]
     named = placed_hosts(pool)[index]
-    name, host, address = f"{pool_name}-{index}", named or addresses.host, named or addresses.node
+    name = f"{pool_name}-{index}"
+    host = named or addresses.host
+    address = named or addresses.node
     config = config_of(description, pool.settings)
     port = pool.peer_port + nth if pool.peer_port else 0
     routers = [

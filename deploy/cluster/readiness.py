@@ -34,7 +34,8 @@ def wait_until_ready(
     own = platform.own(plan)
     is_central = any(spec.role == "router" for spec in own)
     nodes = [spec for spec in (plan.processes if is_central else own) if spec.role != "router"]
-    standstill, progress = Standstill(timeout_s), StartProgress()
+    standstill = Standstill(timeout_s)
+    progress = StartProgress()
     while not interrupts.wait(WATCH_S):
         statuses = platform.status(folder)
         _check_running(statuses)

@@ -162,7 +162,8 @@ def _pool_problems(description: Description, at: str, pool: Pool) -> Iterator[st
 
 def _split_problems(description: Description) -> Iterator[str]:
     config = config_of(description, {})
-    prefill, decode = description.pools_of("prefill"), description.pools_of("decode")
+    prefill = description.pools_of("prefill")
+    decode = description.pools_of("decode")
     try:
         checked(msgspec.structs.replace(config, prefill=len(prefill)))
     except ConfigError as error:

@@ -21,7 +21,8 @@ from baton.deploy.startup import NodeReply
 from baton.runtime.tls import client_context
 
 TIMEOUT_S = 2.0
-KEY_VARIABLE, KEYS = "BATON_API_KEY", "BATON_ROUTER_API_KEYS"
+KEY_VARIABLE = "BATON_API_KEY"
+KEYS = "BATON_ROUTER_API_KEYS"
 # The states of a node at a router, the worst first; "absent" is one that the router does not know.
 STATES = ("lost", "silent", "stuck", "absent", "starting", "degraded", "draining", "ready")
 HEAD = (

@@ -25,7 +25,8 @@ from baton.runtime.process import Command, Exit, Interrupts, Supervisor, die_wit
 
 WATCH_S = 0.1
 HURRIED_S = 2.5
-JOB, STATUS = "job.json", "processes.json"
+JOB = "job.json"
+STATUS = "processes.json"
 RESTARTS = "restarts"  # folder with an empty file for each process that is to restart
 
 log = logger("supervisor")

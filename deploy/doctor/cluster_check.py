@@ -27,7 +27,8 @@ from baton.protocol.errors import ConfigError
 from baton.runtime.channels.endpoint import bracketed, parse_endpoint
 
 HOST = "{host}"
-ALL, PATHS = "all hosts", "paths"
+ALL = "all hosts"
+PATHS = "paths"
 POOL = "cache.memory_mib"
 # The settings of a process that its machine's check needs, too.
 SETTINGS = (

@@ -29,7 +29,8 @@ from baton.runtime.host import active_ports, gpus_of
 
 CHILD_TIMEOUT_S = 60.0
 REACH_TIMEOUT_S = 3.0
-DIGEST_BYTES, SAMPLE_BYTES = 6, 1 << 16
+DIGEST_BYTES = 6
+SAMPLE_BYTES = 1 << 16
 NIXL_HINT = "run `pip install -e '.[nixl]'` in baton's folder"
 MIB = 1 << 20
 CHECK_WIDTH = 10
@@ -97,7 +98,8 @@ class MachineReport(msgspec.Struct, frozen=True):
 
 def check_machine(config: ClusterConfig, wants: Wants) -> MachineReport:
     """Return the report; `config` names the model, the key and the network device."""
-    compute, num_gpus = _compute(), len(gpus_of(0))
+    compute = _compute()
+    num_gpus = len(gpus_of(0))
     has_gpus = bool(num_gpus) and config.engine.device != "cpu"
     model, model_digest = _model(config)
     key, key_digest = _key(config)
@@ -290,7 +292,8 @@ def _ports(addresses: Sequence[str]) -> Finding | None:
 
 def _reach(addresses: Sequence[str]) -> Finding | None:
     """Check that other hosts answer, even if nothing listens there yet."""
-    shown, silent = [], []
+    shown = []
+    silent = []
     for address in addresses:
         host, _, port = address.rpartition(":")
         try:

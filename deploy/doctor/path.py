@@ -49,7 +49,8 @@ from baton.runtime.process import Interrupts
 POLL_S = 0.1
 READ_S = 20.0  # the longest wait for an answer of the other end, by default
 REFUSALS = 2  # failed handshakes in a row, because one may fail by chance
-NUM_BLOCKS, BLOCK_BYTES = 1024, 64 << 10
+NUM_BLOCKS = 1024
+BLOCK_BYTES = 64 << 10
 NUM_SINGLE = 50  # reads of one block
 NUM_WHOLE = 5  # reads of all blocks, fewer where they would take longer than
 WHOLE_S = 3.0

@@ -86,10 +86,14 @@ def attention(
         sums = shift(scores, MAX_STRIP * TILE)
         tops = shift(sums, most * WIDTH)
         for unit in range(first_unit, end_unit):
-            item, head = unit // kv_heads * 4, unit % kv_heads
-            num_tokens, position = items[item + 1], items[item + 2]
-            table, head_pool = shift(tables, items[item + 3]), shift(pool, head * stride_head)
-            num_rows, end = num_tokens * group, position + num_tokens
+            item = unit // kv_heads * 4
+            head = unit % kv_heads
+            num_tokens = items[item + 1]
+            position = items[item + 2]
+            table = shift(tables, items[item + 3])
+            head_pool = shift(pool, head * stride_head)
+            num_rows = num_tokens * group
+            end = position + num_tokens
             # Row `r` is query head `r % group` of the KV head, of token `r // group`.
             at = ((items[item] * kv_heads + head) * group) * head_dim
             step = (kv_heads - 1) * group * head_dim  # over the heads of other KV heads
@@ -99,7 +103,10 @@ def attention(
                 tops[row] = sinks[head * group + row % group]
                 sums[row * WIDTH] = ONE
             for tile in range(_first_tile(position, window), end, TILE):
-                next_pool, next_table, next_tile, next_end = head_pool, table, tile + TILE, end
+                next_pool = head_pool
+                next_table = table
+                next_tile = tile + TILE
+                next_end = end
                 if next_tile >= end and unit + 1 < end_unit:
                     later = (unit + 1) // kv_heads * 4
                     next_pool = shift(pool, (unit + 1) % kv_heads * stride_head)
@@ -171,7 +178,8 @@ def _unpack(
         for i in range(min(WIDTH, end - key)):
             row = shift(values, (key - first + i) * width)
             if is_whole:
-                here, there = shift(pool, at + i * head_dim), shift(next_pool, ahead + i * head_dim)
+                here = shift(pool, at + i * head_dim)
+                there = shift(next_pool, ahead + i * head_dim)
                 d = 0
                 while d < head_dim:
                     prefetch(there, d)
@@ -203,8 +211,10 @@ def attend_tile(
     used = -(-head_dim // WIDTH) * WIDTH
     for row in range(0, num_rows, MAX_STRIP):
         count = min(MAX_STRIP, num_rows - row)
-        low, high = position + row // group, position + (row + count - 1) // group
-        first, end = max(low - window + 1, 0), min(high + 1, TILE)
+        low = position + row // group
+        high = position + (row + count - 1) // group
+        first = max(low - window + 1, 0)
+        end = min(high + 1, TILE)
         if end <= first:
             continue
         start = first // WIDTH * WIDTH
@@ -223,10 +233,12 @@ def attend_tile(
         is_alike = max(high - window + 1, 0) == first and min(low + 1, TILE) == end
         for i in range(count):
             own = position + (row + i) // group
-            own_first, own_end = max(own - window + 1, 0), min(own + 1, TILE)
+            own_first = max(own - window + 1, 0)
+            own_end = min(own + 1, TILE)
             if own_end <= own_first:
                 continue
-            of, to = shift(scores, i * TILE), shift(mixed, (row + i) * width)
+            of = shift(scores, i * TILE)
+            to = shift(mixed, (row + i) * width)
             weights = shift(sums, (row + i) * WIDTH)
             _weigh(of, own_first, own_end, factor, shift(tops, row + i), weights, to, used)
             if not is_alike:

@@ -122,7 +122,8 @@ def _load_codes(
         builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, count: ir.Value,
         factor: ir.Value,
     ) -> ir.Value:  # fmt: skip
-        at, name = place(builder, pointer, index, BYTE), "llvm.masked.load.v16i8.p0"
+        at = place(builder, pointer, index, BYTE)
+        name = "llvm.masked.load.v16i8.p0"
         zero = ir.Constant(BYTES, None)
         codes = call(builder, name, BYTES, at, INT32(1), below(builder, count), zero)
         # fp16 has the same fields and eight more powers of 2.
@@ -153,12 +154,14 @@ def store_fp8(
 ) -> None:
     """Store the keys and values of tokens."""
     for token in range(first, end):
-        block, slot = slots[token] // block_size, slots[token] % block_size
+        block = slots[token] // block_size
+        slot = slots[token] % block_size
         for row in range(2 * kv_heads):
             source = shift(rows, (token * 2 * kv_heads + row) * head_dim)
             at = block * stride_block + row // 2 * stride_head
             tile = shift(pool, at + row % 2 * block_size * (head_dim + 1))
-            most, lost = every(ZERO), every(ZERO)
+            most = every(ZERO)
+            lost = every(ZERO)
             for d in range(0, head_dim, WIDTH):
                 lanes = load_first(source, d, head_dim - d)
                 most = larger(most, larger(lanes, every(ZERO) - lanes))
@@ -167,7 +170,8 @@ def store_fp8(
             tile[block_size * head_dim + slot] = np.uint8(exponent)
             factor = every(_power(np.int32(254) - exponent))
             for d in range(0, head_dim, WIDTH):
-                lanes, left = load_first(source, d, head_dim - d) * factor, head_dim - d
+                lanes = load_first(source, d, head_dim - d) * factor
+                left = head_dim - d
                 _store_codes(tile, slot * head_dim + d, lanes, left)
 
 
@@ -191,7 +195,8 @@ def _unpack(
     block_size: int, to_values: int, stride_block: int, head_dim: int,
 ) -> None:  # fmt: skip
     """Do what `attention._unpack` does."""
-    width, exponents = row_floats(head_dim), block_size * head_dim
+    width = row_floats(head_dim)
+    exponents = block_size * head_dim
     line = per_line(staging)
     for key in range(first, min(first + TILE, end), WIDTH):
         _prefetch_rows(
@@ -223,7 +228,8 @@ def _unpack_pairs(
     block_size: int, to_values: int, stride_block: int, head_dim: int,
 ) -> None:  # fmt: skip
     """Do what `cpu_pair_attention._unpack` does."""
-    width, exponents = row_floats(head_dim), block_size * head_dim
+    width = row_floats(head_dim)
+    exponents = block_size * head_dim
     own_values = shift(staging, WIDTH * width)
     for key in range(first, min(first + TILE, end), WIDTH):
         count = min(WIDTH, end - key)
@@ -238,7 +244,8 @@ def _unpack_pairs(
             of_key = _factor(tile, exponents + slot)
             of_value = _factor(tile, to_values + exponents + slot)
             for d in range(0, head_dim, WIDTH):
-                to, left = i * width + d, head_dim - d
+                to = i * width + d
+                left = head_dim - d
                 store_halves(staging, to, _load_codes(tile, at + d, left, of_key))
                 store_halves(own_values, to, _load_codes(tile, to_values + at + d, left, of_value))
         pairs = shift(as_words(values), (key - first) // 2 * width)

@@ -123,7 +123,8 @@ class CpuKernels:
         num_units = len(items) * self.kv_heads
         if torch.get_num_threads() == 1:
             return (0, num_units)
-        tokens, positions = items[:, 1], items[:, 2]
+        tokens = items[:, 1]
+        positions = items[:, 2]
         keys = tokens + positions
         scores = self.group * tokens * (positions + tokens / 2)
         costs = self.head_dim * (NS_PER_KEY_NUMBER * keys + NS_PER_SCORE_NUMBER * scores)
@@ -261,7 +262,8 @@ class CpuKernels:
 
 # Measured on a Zen 5 core. Elsewhere the number of threads of a product may be a poor choice; no
 # bit changes.
-NS_PER_WEIGHT, NS_PER_MULTIPLICATION = 0.03, 0.0044
+NS_PER_WEIGHT = 0.03
+NS_PER_MULTIPLICATION = 0.0044
 MAX_BYTES = 1 << 16  # inputs, whose sums fit 32 bits
 SCRATCH = (2 * SHEET + DEPTH) * PANEL  # floats of a thread
 MIN_ROWS = 32  # per thread; of fewer rows, the outputs are divided instead
@@ -303,7 +305,8 @@ class CpuLinears:
     def multiply(self, x: Tensor, layer: CpuLinear) -> Tensor:
         """Return the layer's outputs, `[num_rows, outputs]`, for `[num_rows, inputs]`."""
         x, (outputs, inputs) = x.contiguous(), layer.shape
-        num_rows, out = len(x), x.new_empty(len(x), outputs)
+        num_rows = len(x)
+        out = x.new_empty(len(x), outputs)
         slices = self._slices(num_rows, len(layer.panels), outputs * inputs)
         memory = torch.empty(len(slices), SCRATCH)
         arguments = (
@@ -330,7 +333,8 @@ class CpuLinears:
         count = torch.get_num_threads() if cost_ns >= MIN_SHARED_NS else 1
         cuts = [num_panels * i // count for i in range(count + 1)]
         memory = torch.empty(count, SCRATCH)
-        kernel, addresses = self._library.kernels[layers[0].kernel], (x.data_ptr(), out.data_ptr())
+        kernel = self._library.kernels[layers[0].kernel]
+        addresses = (x.data_ptr(), out.data_ptr())
 
         def compute(first_panel: int, last_panel: int, sums: int) -> None:
             for first, end, weight in groups:
@@ -381,10 +385,13 @@ class CpuLinears:
 
     def multiply_bytes(self, x: Tensor, layer: CpuByteLinear) -> Tensor:
         """Return the layer's outputs, `[num_rows, outputs]`, for `[num_rows, inputs]`."""
-        x, bias, panels = x.contiguous(), layer.bias, layer.panels
+        x = x.contiguous()
+        bias = layer.bias
+        panels = layer.panels
         num_rows, inputs = x.shape
         out = x.new_empty(num_rows, layer.outputs)
-        rounded, row_scales = torch.empty(num_rows, inputs, dtype=torch.int8), torch.empty(num_rows)
+        rounded = torch.empty(num_rows, inputs, dtype=torch.int8)
+        row_scales = torch.empty(num_rows)
         run_over_rows(
             self._threads, self._library.kernels["round_rows"], num_rows, inputs, x.data_ptr(),
             inputs, rounded.data_ptr(), row_scales.data_ptr(),

@@ -97,7 +97,8 @@ def round_rows(
     """
     zero = every(0.0)
     for row in range(first_row, end_row):
-        most, lost = every(TINY), zero
+        most = every(TINY)
+        lost = zero
         for i in range(row * inputs, (row + 1) * inputs, WIDTH):
             lanes = load(x, i)
             most = larger(most, larger(lanes, zero - lanes))
@@ -131,7 +132,8 @@ def multiply_bytes(
         for top in range(first_row, end_row, SHEET):
             count = min(SHEET, end_row - top)
             set_sums(sums, shift(x, top * words), count, columns, words)
-            floats, first = as_floats(sums), panel * PANEL
+            floats = as_floats(sums)
+            first = panel * PANEL
             for row in range(count):
                 factor = every(row_scales[top + row])
                 for i in range(0, PANEL, WIDTH):

@@ -118,7 +118,8 @@ def multiply_narrow(
     outputs: int,
     out: Numbers,  # [num_rows, outputs]
 ) -> None:
-    part, tile = shift(sums, SHEET * PANEL), as_words(shift(sums, 2 * SHEET * PANEL))
+    part = shift(sums, SHEET * PANEL)
+    tile = as_words(shift(sums, 2 * SHEET * PANEL))
     panel_words = pairs * PANEL // 4
     num_groups = (pairs + group - 1) // group
     for panel in range(first_panel, end_panel):
@@ -128,9 +129,11 @@ def multiply_narrow(
             most = DEPTH if count > FEW else NARROW_DEPTH
             for number in range(num_groups):
                 grid = (panel * num_groups + number) * PANEL
-                start, stop = number * group, min((number + 1) * group, pairs)
+                start = number * group
+                stop = min((number + 1) * group, pairs)
                 for first in range(start, stop, most):
-                    end, rows = min(first + most, stop), shift(x, top * pairs + first)
+                    end = min(first + most, stop)
+                    rows = shift(x, top * pairs + first)
                     _widen_tile(tile, of_panel, shift(zeros, grid), first, end)
                     depth = end - first
                     if first == start:

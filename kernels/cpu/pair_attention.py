@@ -71,7 +71,9 @@ def _unpack(
     for key in range(first, min(first + TILE, end), WIDTH):
         count = min(WIDTH, end - key)
         here = shift(pool, address(table, key, block_size, stride_block, head_dim))
-        own_keys, own_values, ahead = here, shift(here, to_values), here
+        own_keys = here
+        own_values = shift(here, to_values)
+        ahead = here
         if is_whole:
             soon = next_first + key - first
             if soon < next_end:
@@ -81,7 +83,8 @@ def _unpack(
             if far < end:
                 prefetch(pool, address(table, far, block_size, stride_block, head_dim))
         else:
-            own_keys, own_values = staging, shift(staging, WIDTH * width)
+            own_keys = staging
+            own_values = shift(staging, WIDTH * width)
             for i in range(count):
                 row = shift(pool, address(table, key + i, block_size, stride_block, head_dim))
                 for d in range(head_dim):
@@ -112,8 +115,10 @@ def attend_tile(
     pairs = width // 2
     for row in range(0, num_rows, MAX_STRIP):
         count = min(MAX_STRIP, num_rows - row)
-        low, high = position + row // group, position + (row + count - 1) // group
-        first, end = max(low - window + 1, 0), min(high + 1, TILE)
+        low = position + row // group
+        high = position + (row + count - 1) // group
+        first = max(low - window + 1, 0)
+        end = min(high + 1, TILE)
         if end <= first:
             continue
         start = first // WIDTH * WIDTH
@@ -127,8 +132,10 @@ def attend_tile(
             factor = ONE
         for i in range(count):
             own = position + (row + i) // group
-            own_first, own_end = max(own - window + 1, 0), min(own + 1, TILE)
-            of, to = shift(scores, i * TILE), shift(mixed, (row + i) * width)
+            own_first = max(own - window + 1, 0)
+            own_end = min(own + 1, TILE)
+            of = shift(scores, i * TILE)
+            to = shift(mixed, (row + i) * width)
             if own_end <= own_first:
                 for key in range(start, end, WIDTH):
                     store_halves(as_halves(of), key, every(ZERO))

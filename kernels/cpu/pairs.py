@@ -47,7 +47,8 @@ class _BFloat(ir.Type):  # type: ignore[misc]
         return hash(_BFloat)
 
 
-BFLOATS, PAIRS = ir.VectorType(_BFloat(), WIDTH), ir.VectorType(_BFloat(), 2 * WIDTH)
+BFLOATS = ir.VectorType(_BFloat(), WIDTH)
+PAIRS = ir.VectorType(_BFloat(), 2 * WIDTH)
 ROWS = ir.VectorType(HALF, 2 * WIDTH)
 
 

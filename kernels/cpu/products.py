@@ -121,7 +121,8 @@ def _strip(num_rows: int, num_vectors: int, *, is_fresh: bool) -> Callable[..., 
         columns: types.Type, column_stride: types.Type, vector_stride: types.Type,
         depth: types.Type,
     ) -> object:  # fmt: skip
-        n, terms = types.int64, TERMS[element_of(sums), element_of(rows)]
+        n = types.int64
+        terms = TERMS[element_of(sums), element_of(rows)]
         signature = types.none(sums, n, rows, n, columns, n, n, n)
         return instruction(signature, lambda builder, *args: emit(builder, terms, *args))
 
@@ -167,7 +168,8 @@ def _any_rows(*, is_fresh: bool) -> Callable[..., None]:
     ) -> None:  # fmt: skip
         row = 0
         while row < num_rows:
-            to, of = shift(sums, row * sum_stride), shift(rows, row * row_stride)
+            to = shift(sums, row * sum_stride)
+            of = shift(rows, row * row_stride)
             left = num_rows - row
             if left >= MAX_STRIP:
                 six(
@@ -200,7 +202,8 @@ def _any_rows(*, is_fresh: bool) -> Callable[..., None]:
 # `add_product` adds `rows @ columns` to `sums`, and `set_product` stores it there. Term `n` of 16
 # neighbouring columns is contiguous at `columns[n * column_stride]`, and the next 16 columns begin
 # `vector_stride` later. The last 16 columns are always computed as a whole.
-add_product, set_product = _any_rows(is_fresh=False), _any_rows(is_fresh=True)
+add_product = _any_rows(is_fresh=False)
+set_product = _any_rows(is_fresh=True)
 
 
 @intrinsic
@@ -211,7 +214,8 @@ def transpose(
 
     The columns are floats, or words of two bf16 numbers where `target` points to words.
     """
-    element, is_split = element_of(rows), element_of(target) is FLOAT
+    element = element_of(rows)
+    is_split = element_of(target) is FLOAT
 
     def emit(
         builder: ir.IRBuilder, target: ir.Value, rows: ir.Value, index: ir.Value, stride: ir.Value
@@ -320,7 +324,9 @@ def set_sums(sums: Sums, x: Int32s, count: int, panel: Int32s, words: int) -> No
     """Set the sums of one panel of `words` and of up to SHEET rows."""
     most = DEPTH if count > FEW else words
     for word in range(0, words, most):
-        rows, columns, depth = shift(x, word), shift(panel, word * PANEL), min(most, words - word)
+        rows = shift(x, word)
+        columns = shift(panel, word * PANEL)
+        depth = min(most, words - word)
         if word == 0:
             set_product(sums, PANEL, rows, words, count, columns, PANEL, WIDTH, PANEL, depth)
         else:

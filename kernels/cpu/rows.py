@@ -30,20 +30,29 @@ from baton.kernels.cpu.vectors import (
     total,
 )
 
-ZERO, ONE, TWO = np.float32(0), np.float32(1), np.float32(2)
+ZERO = np.float32(0)
+ONE = np.float32(1)
+TWO = np.float32(2)
 MINUS_LOG2_E = np.float32(-LOG2_E)
 
 
 @kernel
 def _inverse_norm(row: Numbers, count: int, eps: float) -> object:
     """Return 1 / sqrt(mean of squares + eps), in all lanes, from four sums that do not wait."""
-    a, b, c, d = every(ZERO), every(ZERO), every(ZERO), every(ZERO)
+    a = every(ZERO)
+    b = every(ZERO)
+    c = every(ZERO)
+    d = every(ZERO)
     whole = count // (4 * WIDTH) * (4 * WIDTH)
     for i in range(0, whole, 4 * WIDTH):
-        first, second = load(row, i), load(row, i + WIDTH)
-        third, fourth = load(row, i + 2 * WIDTH), load(row, i + 3 * WIDTH)
-        a, b = fma(first, first, a), fma(second, second, b)
-        c, d = fma(third, third, c), fma(fourth, fourth, d)
+        first = load(row, i)
+        second = load(row, i + WIDTH)
+        third = load(row, i + 2 * WIDTH)
+        fourth = load(row, i + 3 * WIDTH)
+        a = fma(first, first, a)
+        b = fma(second, second, b)
+        c = fma(third, third, c)
+        d = fma(fourth, fourth, d)
     for i in range(whole, count, WIDTH):
         rest = load_first(row, i, count - i)
         a = fma(rest, rest, a)
@@ -66,11 +75,13 @@ def add_rms_norm(
     stream: Numbers,  # [num_rows, hidden]; x itself without a residual
 ) -> None:
     for row in range(first, end):
-        here, at = row * stride_x, row * hidden
+        here = row * stride_x
+        at = row * hidden
         if has_residual:
             for i in range(0, hidden - WIDTH + 1, WIDTH):
                 store(stream, at + i, load(x, here + i) + load(residual, at + i))
-            i, rest = hidden // WIDTH * WIDTH, hidden % WIDTH
+            i = hidden // WIDTH * WIDTH
+            rest = hidden % WIDTH
             if rest:
                 old = load_first(residual, at + i, rest)
                 store_first(stream, at + i, load_first(x, here + i, rest) + old, rest)
@@ -79,7 +90,8 @@ def add_rms_norm(
         inverse = _inverse_norm(shift(stream, here), hidden, eps)
         for i in range(0, hidden - WIDTH + 1, WIDTH):
             store(normed, at + i, load(stream, here + i) * inverse * load(weight, i))
-        i, rest = hidden // WIDTH * WIDTH, hidden % WIDTH
+        i = hidden // WIDTH * WIDTH
+        rest = hidden % WIDTH
         if rest:
             scaled = load_first(stream, here + i, rest) * inverse * load_first(weight, i, rest)
             store_first(normed, at + i, scaled, rest)
@@ -99,11 +111,14 @@ def gate_mul(
 ) -> None:
     is_clamped = limit < np.inf
     for row in range(first, end):
-        gates, ups, to = 2 * row * features, (2 * row + 1) * features, row * features
+        gates = 2 * row * features
+        ups = (2 * row + 1) * features
+        to = row * features
         for i in range(0, features, WIDTH):
             count = features - i
             if count >= WIDTH:
-                gate, up = load(gate_up, gates + i), load(gate_up, ups + i)
+                gate = load(gate_up, gates + i)
+                up = load(gate_up, ups + i)
             else:
                 gate, up = (
                     load_first(gate_up, gates + i, count), load_first(gate_up, ups + i, count)
@@ -132,7 +147,8 @@ def sigmoid_mul(
     out: Numbers,  # [num_rows, count]
 ) -> None:
     for row in range(first, end):
-        at, gate_at = row * count, row * stride_gates
+        at = row * count
+        gate_at = row * stride_gates
         for i in range(0, count, WIDTH):
             left = count - i
             power = exp2(load_first(gates, gate_at + i, left) * every(MINUS_LOG2_E))
@@ -146,7 +162,8 @@ def soft_cap(
     """Replace the first `count` numbers of each row, `stride` apart: cap - 2 cap / (1 + 2**…)."""
     for row in range(first, end):
         for i in range(0, count, WIDTH):
-            at, left = row * stride + i, count - i
+            at = row * stride + i
+            left = count - i
             power = exp2(load_first(x, at, left) * every(factor))
             store_first(x, at, every(cap) - every(TWO * cap) / (every(ONE) + power), left)
 
@@ -190,10 +207,12 @@ def rope_and_store(
                 inverse = _inverse_norm(source, head_dim, eps)
             for i in range(plain):
                 target[i] = source[i]
-            source, target = shift(source, plain), shift(target, plain)
+            source = shift(source, plain)
+            target = shift(target, plain)
             for i in range(0, half, WIDTH):
                 count = half - i
-                low, high = load_first(source, i, count), load_first(source, half + i, count)
+                low = load_first(source, i, count)
+                high = load_first(source, half + i, count)
                 if has_norms:
                     weights = head * head_dim + i
                     low = low * inverse * load_first(norms, weights, count)

@@ -56,12 +56,18 @@ from baton.kernels.cpu.vectors import (
     store,
 )
 
-ZERO, HIDDEN = np.float32(0), np.float32("-inf")
-LOG2_E_HIGH, LOG2_E_LOW = np.float32(constants.LOG2_E_HIGH), np.float32(constants.LOG2_E_LOW)
-LN_2, LOWEST = np.float32(constants.LN_2), np.float32(constants.LOWEST)
-SCALE, TINY = np.float32(WEIGHT_SCALE), np.float32(constants.TINY)
+ZERO = np.float32(0)
+HIDDEN = np.float32("-inf")
+LOG2_E_HIGH = np.float32(constants.LOG2_E_HIGH)
+LOG2_E_LOW = np.float32(constants.LOG2_E_LOW)
+LN_2 = np.float32(constants.LN_2)
+LOWEST = np.float32(constants.LOWEST)
+SCALE = np.float32(WEIGHT_SCALE)
+TINY = np.float32(constants.TINY)
 MAGNITUDE = 0x7FFFFFFF
-STEP, FIRST_FACTOR, SECOND_FACTOR = np.uint64(GOLDEN), np.uint64(MIX_1), np.uint64(MIX_2)
+STEP = np.uint64(GOLDEN)
+FIRST_FACTOR = np.uint64(MIX_1)
+SECOND_FACTOR = np.uint64(MIX_2)
 
 LONG = ir.VectorType(INT64, WIDTH)
 
@@ -81,15 +87,19 @@ def sample(
 ) -> None:
     """Sample one token for each of the rows `first:end`."""
     for row in range(first, end):
-        own, numbers = shift(logits, row * vocab), row * ROW_INTS
-        temperature, log_min_p = reals[row * ROW_REALS], reals[row * ROW_REALS + 1]
-        top_k, top_p = ints[numbers + 3], reals[row * ROW_REALS + 2]
+        own = shift(logits, row * vocab)
+        numbers = row * ROW_INTS
+        temperature = reals[row * ROW_REALS]
+        log_min_p = reals[row * ROW_REALS + 1]
+        top_k = ints[numbers + 3]
+        top_p = reals[row * ROW_REALS + 2]
         top = _top(own, vocab)
         if temperature < MIN_TEMPERATURE:
             tokens[row] = _first_of(own, vocab, top)
             continue
         _scale(scratch, own, vocab, np.float32(temperature), top)
-        lowest, least = np.float32(log_min_p), TINY
+        lowest = np.float32(log_min_p)
+        least = TINY
         if 0 < top_k < vocab:
             lowest = max(lowest, as_float(~_edge(scratch, bits, vocab, sums, top_k, 1.0)))
         _weigh(scratch, vocab, lowest)
@@ -128,7 +138,8 @@ def _first_of(values: Floats, count: int, value: float) -> int:
 @kernel
 def _scale(scaled: Floats, logits: Floats, vocab: int, temperature: float, top: float) -> None:
     """Divide the logits by the temperature and subtract the highest; pad with minus infinity."""
-    divisor, highest = every(temperature), every(top / temperature)
+    divisor = every(temperature)
+    highest = every(top / temperature)
     whole = vocab // WIDTH * WIDTH
     for i in range(0, whole, WIDTH):
         store(scaled, i, load(logits, i) / divisor - highest)
@@ -165,9 +176,11 @@ def _edge(values: Floats, bits: Int32s, count: int, sums: Int64s, wanted: int, s
     the next 10, then the last 10, each time among the numbers that share the bits found so far.
     """
     by_weight = wanted == 0
-    found, above = 0, 0
+    found = 0
+    above = 0
     for level in range(3):
-        low, width = 20 - 10 * level, 11 if level == 0 else 10
+        low = 20 - 10 * level
+        width = 11 if level == 0 else 10
         for i in range(SUMS):
             sums[i] = 0
         for i in range(count):

@@ -194,8 +194,10 @@ _define(operator.sub, _of_two(ir.IRBuilder.fsub))
 _define(operator.mul, _of_two(ir.IRBuilder.fmul))
 _define(operator.truediv, _of_two(ir.IRBuilder.fdiv))
 # Where the first is NaN, the second is returned; the second may be NaN, too.
-larger, smaller = _of_two(_larger), _of_two(_smaller)
-exp2, root = _of_one(_exp2), _of_one(_root)
+larger = _of_two(_larger)
+smaller = _of_two(_smaller)
+exp2 = _of_one(_exp2)
+root = _of_one(_root)
 log_of_rest = _of_one(minus_log_of_rest)
 total = _of_one(_folded(ir.IRBuilder.fadd), types.float32)
 largest = _of_one(_folded(_larger), types.float32)
@@ -286,8 +288,10 @@ def load_first(
     def emit(
         builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, count: ir.Value
     ) -> ir.Value:
-        at, flags = place(builder, pointer, index, element), below(builder, count)
-        name, zero = f"llvm.masked.load.{suffix}.p0", ir.Constant(typ, None)
+        at = place(builder, pointer, index, element)
+        flags = below(builder, count)
+        name = f"llvm.masked.load.{suffix}.p0"
+        zero = ir.Constant(typ, None)
         loaded = call(builder, name, typ, at, INT32(1), flags, zero)
         return loaded if element is FLOAT else widened(builder, loaded)
 
@@ -320,7 +324,8 @@ def store_first(
         builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, lanes: ir.Value, count: ir.Value
     ) -> ir.Value:
         value = lanes if element is FLOAT else _rounded(builder, lanes)
-        at, flags = place(builder, pointer, index, element), below(builder, count)
+        at = place(builder, pointer, index, element)
+        flags = below(builder, count)
         name = f"llvm.masked.store.{suffix}.p0"
         call(builder, name, ir.VoidType(), value, at, INT32(1), flags)
         return NOTHING

@@ -66,8 +66,10 @@ def paged_decode_attention(
     check_pool(q, pool, block_tables)
     scale_log2, cap_log2 = in_powers_of_2(scale, softcap)
     batch, num_heads, head_dim = q.shape
-    kv_heads, block_size = pool.shape[1], pool.shape[4]
-    tiles, split = decode_tiling(q, pool), ORDERED_SPLIT if ordered else SPLIT
+    kv_heads = pool.shape[1]
+    block_size = pool.shape[4]
+    tiles = decode_tiling(q, pool)
+    split = ORDERED_SPLIT if ordered else SPLIT
     keys = min(block_tables.shape[1] * block_size, window or NO_WINDOW)
     rows = max(16, triton.next_power_of_2(num_heads // kv_heads))
     share = tiles.per_multiprocessor if rows == 16 else tilings_of(q.device).wide_programs
@@ -310,7 +312,8 @@ def _combine_kernel(
         return  # the split's own program has stored the result
     line = sequence.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     d = tl.arange(0, DIM)
-    partials, sums = partial_ptr + line * num_splits * HEAD_DIM, sum_ptr + line * num_splits * 2
+    partials = partial_ptr + line * num_splits * HEAD_DIM
+    sums = sum_ptr + line * num_splits * 2
     one = tl.arange(0, 1)
     m, norm, acc = before_keys(sink_ptr, tl.program_id(1) + one, one == 0, 1, DIM)
     if ORDERED:

@@ -20,10 +20,13 @@ from baton.kernels import constants
 
 _E6, _E5, _E4, _E3, _E2, _E1 = map(tl.constexpr, constants.EXP2)
 _L8, _L7, _L6, _L5, _L4, _L3, _L2, _L1, _L0 = map(tl.constexpr, constants.LOG)
-_ROUNDER, _LOWEST = tl.constexpr(constants.ROUNDER), tl.constexpr(constants.LOWEST)
-_LOG2_E_HIGH, _LOG2_E_LOW = tl.constexpr(constants.LOG2_E_HIGH), tl.constexpr(constants.LOG2_E_LOW)
+_ROUNDER = tl.constexpr(constants.ROUNDER)
+_LOWEST = tl.constexpr(constants.LOWEST)
+_LOG2_E_HIGH = tl.constexpr(constants.LOG2_E_HIGH)
+_LOG2_E_LOW = tl.constexpr(constants.LOG2_E_LOW)
 _LN_2 = tl.constexpr(constants.LN_2)
-_LN_2_HIGH, _LN_2_LOW = tl.constexpr(constants.LN_2_HIGH), tl.constexpr(constants.LN_2_LOW)
+_LN_2_HIGH = tl.constexpr(constants.LN_2_HIGH)
+_LN_2_LOW = tl.constexpr(constants.LN_2_LOW)
 _ROOT_HALF = tl.constexpr(constants.ROOT_HALF)
 _LARGEST_UNIFORM = tl.constexpr(constants.LARGEST_UNIFORM)
 _GOLDEN, _MIX_1, _MIX_2 = map(tl.constexpr, (constants.GOLDEN, constants.MIX_1, constants.MIX_2))
@@ -112,7 +115,8 @@ def _minus_log_of_rest(x: tl.tensor) -> tl.tensor:
 WIDTH = tl.constexpr(64)  # logits of a tile, which has one maximum and one sum
 CANDIDATES = tl.constexpr(4096)  # tokens that are gathered; more are read from the row
 STEP = tl.constexpr(1024)  # tokens at a time where a program walks over many
-SCALE, TINY = tl.constexpr(constants.WEIGHT_SCALE), tl.constexpr(constants.TINY)
+SCALE = tl.constexpr(constants.WEIGHT_SCALE)
+TINY = tl.constexpr(constants.TINY)
 NONE = tl.constexpr(2**31 - 1)  # more than any token id
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _FARTHEST = tl.constexpr(0x43480000)  # the bits of 200: exp of -200 is 0

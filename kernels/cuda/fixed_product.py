@@ -125,7 +125,8 @@ def _product_kernel(
     IS_FP8: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> None:
-    tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N)
+    tiles_m = tl.cdiv(rows, BLOCK_M)
+    tiles_n = tl.cdiv(columns, BLOCK_N)
     band = tl.program_id(0) // (BAND * tiles_n)
     height = tl.minimum(tiles_m - band * BAND, BAND)
     place = tl.program_id(0) % (BAND * tiles_n)

@@ -32,7 +32,8 @@ from baton.kernels.cuda.paged import (
 )
 
 # A tile of keys and queries of this length fits the 99 KiB of shared memory of the smallest GPUs.
-MAX_LATENT, MAX_ROTATED = 512, 64
+MAX_LATENT = 512
+MAX_ROTATED = 64
 KEYS = {torch.bfloat16: 32, torch.float32: 16}
 ROWS = 16  # of a tile of queries; 32 have no registers for two sums in prefill
 WORKSPACE = 1 << 29  # bytes for the sums of splits; a larger batch decodes in parts
@@ -214,8 +215,10 @@ def _latent_merge_kernel(
     if context_len <= SPLIT:
         return  # the split's own program has stored the result
     line = sequence.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    one, d = tl.arange(0, 1), tl.arange(0, DIM)[None, :]
-    partials, sums = partial_ptr + line * num_splits * LATENT, sum_ptr + line * num_splits * 2
+    one = tl.arange(0, 1)
+    d = tl.arange(0, DIM)[None, :]
+    partials = partial_ptr + line * num_splits * LATENT
+    sums = sum_ptr + line * num_splits * 2
     m = tl.full((1,), float("-inf"), tl.float32)
     norm = tl.zeros((1,), tl.float32)
     acc = tl.zeros((1, DIM), tl.float32)
@@ -270,7 +273,8 @@ def _latent_prefill_kernel(
     # The last tile of a chunk sees the most keys, so it is started first.
     first = (tl.cdiv(query_len, tokens) - 1 - tile) * tokens
     i = tl.arange(0, ROWS)
-    token, head = first + i // TILE_HEADS, tl.program_id(0) * TILE_HEADS + i % TILE_HEADS
+    token = first + i // TILE_HEADS
+    head = tl.program_id(0) * TILE_HEADS + i % TILE_HEADS
     own = (token < query_len) & (head < HEADS)
     context_len = tl.load(len_ptr + sequence)
     last = context_len - query_len + token  # the last key that a row sees
@@ -319,7 +323,8 @@ def _attend(
 
     The sum is a product with ones, which adds in the order of the keys.
     """
-    d, r = tl.arange(0, DIM)[None, :], tl.arange(0, TURN)[None, :]
+    d = tl.arange(0, DIM)[None, :]
+    r = tl.arange(0, TURN)[None, :]
     q = load_rows(q_rows[:, None] + d, own, LATENT, DIM, True)
     q_turned = load_rows(q_rows[:, None] + LATENT + r, own, ROTATED, TURN, True)
     if UPCAST:

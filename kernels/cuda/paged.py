@@ -28,7 +28,9 @@ from baton.kernels.reference import pool_head_dim
 
 
 SINK_FACTOR = tl.constexpr(LOG2_E)  # the softmax is in base 2
-HEAD_DIMS, BLOCK_SIZES, MAX_GROUP = (32, 64, 80, 96, 112, 128, 256), (16, 32, 64, 128), 32
+HEAD_DIMS = (32, 64, 80, 96, 112, 128, 256)
+BLOCK_SIZES = (16, 32, 64, 128)
+MAX_GROUP = 32
 NO_WINDOW = 1 << 30  # keys that a query sees where a model has no sliding window
 ORDERED_SPLIT = 512  # keys of an ordered split, which decode and prefill both sum separately
 # One compiled variant serves every batch, so a row's bits cannot depend on the batch.
@@ -256,7 +258,8 @@ def merge(
     """Return maximum, sum and output of two successive splits; an empty split changes no bit."""
     m_new = tl.maximum(m, m_next)
     top = tl.where(m_new == float("-inf"), 0.0, m_new)
-    old, new = tl.exp2(m - top), tl.exp2(m_next - top)
+    old = tl.exp2(m - top)
+    new = tl.exp2(m_next - top)
     norm = tl.fma(norm, old, norm_next * new)
     acc = tl.fma(acc, old[:, None], acc_next * new[:, None])
     return m_new, norm, acc
@@ -287,7 +290,9 @@ class PrefillTiling:
     ahead: bool = False
 
 
-FP32, BF16, FP8 = torch.float32, torch.bfloat16, torch.uint8
+FP32 = torch.float32
+BF16 = torch.bfloat16
+FP8 = torch.uint8
 Row = tuple[torch.dtype, int]  # number type (FP8: a pool of FP8, queries in bf16), head size
 
 

@@ -155,8 +155,10 @@ def _store_fp8(
     HALF: tl.constexpr,
 ) -> None:
     """Store the halves of rows as `reference.to_fp8` says."""
-    low, high = low.to(tl.float32), high.to(tl.float32)
-    low_top, high_top = tl.max(_magnitude(low), 1), tl.max(_magnitude(high), 1)
+    low = low.to(tl.float32)
+    high = high.to(tl.float32)
+    low_top = tl.max(_magnitude(low), 1)
+    high_top = tl.max(_magnitude(high), 1)
     exponent = ((tl.maximum(low_top, high_top) >> 20) + 2 >> 3) - SPAN
     exponent = tl.where(exponent > MOST, 255, tl.maximum(exponent, LEAST))[:, None]
     factor = (tl.maximum(254 - exponent, 0) << 23).to(tl.float32, bitcast=True)
@@ -223,7 +225,8 @@ def move_blocks(source: Tensor, source_ids: Tensor, target: Tensor, target_ids: 
     assert source.dtype == target.dtype
     assert source.is_contiguous()
     assert target.is_contiguous()
-    source, target = source.view(torch.int32), target.view(torch.int32)
+    source = source.view(torch.int32)
+    target = target.view(torch.int32)
     words = source.shape[1]
     tiles = triton.cdiv(words, TILE)
     total = len(source_ids) * tiles
@@ -246,7 +249,8 @@ def _copy_kernel(
 ) -> None:
     for item in range(tl.program_id(0), total, tl.num_programs(0)):
         row = item // tiles
-        source, target = tl.load(source_id_ptr + row), tl.load(target_id_ptr + row)
+        source = tl.load(source_id_ptr + row)
+        target = tl.load(target_id_ptr + row)
         w = item % tiles * TILE + tl.arange(0, TILE)
         value = tl.load(source_ptr + source.to(tl.int64) * words + w, mask=w < words)
         tl.store(target_ptr + target.to(tl.int64) * words + w, value, mask=w < words)

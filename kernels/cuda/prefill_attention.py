@@ -59,7 +59,9 @@ def paged_prefill_attention(
     check_pool(q, pool, block_tables)
     scale_log2, cap_log2 = in_powers_of_2(scale, softcap)
     num_tokens, num_heads, head_dim = q.shape
-    batch, kv_heads, block_size = len(block_tables), pool.shape[1], pool.shape[4]
+    batch = len(block_tables)
+    kv_heads = pool.shape[1]
+    block_size = pool.shape[4]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     tiles = prefill_tiling(q, pool, ordered=ordered)
     # The lengths are on the device, so launch as many programs as could be needed; the rest return.
@@ -220,7 +222,8 @@ def _attend(
     """
     blocks = load_blocks(table, start, end, BLOCK_SIZE, KEYS)
     for tile_start in range(start, end, KEYS):
-        own, blocks = blocks, load_blocks(table, tile_start + KEYS, end, BLOCK_SIZE, KEYS)
+        own = blocks
+        blocks = load_blocks(table, tile_start + KEYS, end, BLOCK_SIZE, KEYS)
         n = tile_start + tl.arange(0, KEYS)
         k = load_kv(
             kv_ptr, own, tile_start, n < end, q, stride_block, False, HEAD_DIM, DIM, BLOCK_SIZE,

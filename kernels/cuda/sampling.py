@@ -37,7 +37,8 @@ from baton.kernels.cuda.filters import (
 )
 
 CHUNK = 4096  # logits of one program of the first two kernels
-_ROW_INTS, _ROW_REALS = tl.constexpr(ROW_INTS), tl.constexpr(ROW_REALS)
+_ROW_INTS = tl.constexpr(ROW_INTS)
+_ROW_REALS = tl.constexpr(ROW_REALS)
 _MIN_TEMPERATURE = tl.constexpr(constants.MIN_TEMPERATURE)
 _OTHERS = ("number_ptr", "has_changed")
 
@@ -63,7 +64,8 @@ def sample_tokens(
     assert (reals.shape, reals.dtype) == ((num_rows, ROW_REALS), torch.float64)
     assert (len(held_back), held_back.dtype) == (num_rows, torch.int32)
     assert all(given.is_contiguous() for given in (ints, reals, held_back))
-    tiles, chunks = triton.cdiv(vocab, WIDTH.value), triton.cdiv(vocab, CHUNK)
+    tiles = triton.cdiv(vocab, WIDTH.value)
+    chunks = triton.cdiv(vocab, CHUNK)
     new = logits.new_empty
     tile_tops = new((num_rows, tiles), dtype=torch.float32)
     tile_sums = new((num_rows, tiles), dtype=torch.int64)
@@ -117,7 +119,8 @@ def _scan_kernel(
     CHUNK: tl.constexpr,
 ) -> None:
     """Hide ids that must not be drawn; store a chunk's maxima and the first id of the largest."""
-    first, row = tl.program_id(0) * CHUNK, tl.program_id(1)
+    first = tl.program_id(0) * CHUNK
+    row = tl.program_id(1)
     own = _own(logits_ptr, stride_logits, changed_ptr, number_ptr, has_changed, row, vocab)
     logits, changed, is_changed = own
     for start in range(0, held_width, 16):
@@ -163,7 +166,8 @@ def _weigh_kernel(
     CHUNKS: tl.constexpr,
 ) -> None:
     """Store the sums of a chunk's weights for top-p, or its winner for a row without filters."""
-    row, chunks = tl.program_id(1), tl.num_programs(0)
+    row = tl.program_id(1)
+    chunks = tl.num_programs(0)
     temperature, lowest, top_p = _reals(real_ptr, row)
     top_k = tl.load(int_ptr + row * _ROW_INTS + 3)
     if (temperature >= _MIN_TEMPERATURE) & ((top_k <= 0) | (top_k >= vocab)):

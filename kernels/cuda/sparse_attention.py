@@ -19,7 +19,8 @@ from torch import Tensor
 from baton.kernels.constants import DIGIT_BITS
 from baton.kernels.cuda.paged import BLOCK_SIZES, interpreted, load_blocks, load_rows, slot_rows
 
-MAX_HEADS, MAX_HEAD_DIM = 64, 128
+MAX_HEADS = 64
+MAX_HEAD_DIM = 128
 KEYS = {torch.bfloat16: (64, 4), torch.float32: (16, 8)}  # of a tile, and its warps
 SPLIT = 512  # keys that a program scores
 TILE = 1024  # scores that are counted at a time
@@ -60,7 +61,8 @@ def choose_keys(
     slots = q.new_empty((num_tokens, num_chosen), dtype=torch.int32)
     for first in range(0, num_tokens, count):
         own = slice(first, first + count)
-        seen, of = num_seen[own], sequences[own]
+        seen = num_seen[own]
+        of = sequences[own]
         grid = (len(seen), triton.cdiv(num_keys, SPLIT))
         _index_scores_kernel[grid](
             q[own], weights[own], keys, block_tables, of, seen, scores, num_keys, num_chosen,
@@ -115,7 +117,8 @@ def _index_scores_kernel(
         return  # the token has no such key, or sees all
     end = tl.minimum(first + SPLIT, seen)
     table = table_ptr + tl.load(sequence_ptr + token).to(tl.int64) * stride_table
-    head, d = tl.arange(0, ROWS), tl.arange(0, DIM)[None, :]
+    head = tl.arange(0, ROWS)
+    d = tl.arange(0, DIM)[None, :]
     own = head < HEADS
     q = load_rows(q_ptr + token * stride_q + head[:, None] * HEAD_DIM + d, own, HEAD_DIM, DIM, True)
     weight = tl.load(weight_ptr + token * HEADS + head, mask=own, other=0.0)
@@ -155,7 +158,8 @@ def _take_best_kernel(
     token = tl.program_id(0).to(tl.int64)
     seen = tl.load(seen_ptr + token)
     table = table_ptr + tl.load(sequence_ptr + token).to(tl.int64) * stride_table
-    scores, slots = score_ptr + token * num_keys, slot_ptr + token * num_chosen
+    scores = score_ptr + token * num_keys
+    slots = slot_ptr + token * num_chosen
     i = tl.arange(0, TILE)
     if seen <= num_chosen:
         for tile in range(0, seen, TILE):

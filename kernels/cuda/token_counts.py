@@ -78,7 +78,8 @@ def _penalize_kernel(
         x = x.to(tl.float64)
         bias = (word >> _BIAS_SHIFT) & _BIAS_MASK
         x += tl.load(bias_ptr + row * num_biases + bias - 1, mask=bias > 0, other=0.0)
-        presence, frequency = tl.load(factor_ptr + 3 * row), tl.load(factor_ptr + 3 * row + 1)
+        presence = tl.load(factor_ptr + 3 * row)
+        frequency = tl.load(factor_ptr + 3 * row + 1)
         repetition = tl.load(factor_ptr + 3 * row + 2)
         is_seen = (count > 0) | ((word & 1) > 0)
         x = tl.where(is_seen, tl.where(x > 0, x / repetition, x * repetition), x)

@@ -19,7 +19,9 @@ from baton.protocol.errors import TransferError
 from baton.protocol.ids import BlockCount, Epoch, NumBytes
 from baton.protocol.messages import RankAddress
 
-SHM, NIXL, CUDA_IPC = "shm", "nixl", "cuda_ipc"
+SHM = "shm"
+NIXL = "nixl"
+CUDA_IPC = "cuda_ipc"
 DIGEST_BYTES = 16
 MAX_ADDRESS_BYTES = 1 << 20
 UNREACHABLE = {
@@ -129,7 +131,8 @@ class NixlAddress(_Address, frozen=True):
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        digest, body = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
+        digest = data[:DIGEST_BYTES]
+        body = data[DIGEST_BYTES:]
         if len(data) > MAX_ADDRESS_BYTES or _digest(body) != digest:
             raise TransferError("not a nixl address, or a damaged one")
         return super().decode(body)

@@ -51,7 +51,8 @@ class CudaIpcTransport:
 
     def address(self) -> bytes:
         table = ShmAddress.here(self._links.name, self._pool.table.nonce, self._epoch)
-        peers, block_bytes = self._pool.peers, self._pool.memory.block_bytes
+        peers = self._pool.peers
+        block_bytes = self._pool.memory.block_bytes
         return CudaIpcAddress(
             table, self._handle, block_bytes, peers.gpu, peers.visible, process_space()
         ).encode()

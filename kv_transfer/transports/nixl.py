@@ -98,9 +98,11 @@ class NixlTransport:
         kind, device = segment(memory.device)
         size = (memory.num_blocks + memory.num_spare) * memory.block_bytes
         self._agent.register_memory([(memory.address, size, device, "")], kind)
-        sink, sink_kind = int(self._scratch.ctypes.data), "DRAM"
+        sink = int(self._scratch.ctypes.data)
+        sink_kind = "DRAM"
         if memory.num_spare:
-            sink, sink_kind = self._spare, kind
+            sink = self._spare
+            sink_kind = kind
         else:
             self._agent.register_memory([(sink, WARM_UP_BYTES, 0, "")], "DRAM")
         row = one_row(sink, warm_up_bytes(memory.block_bytes), device)
@@ -119,7 +121,8 @@ class NixlTransport:
         ).encode()  # fmt: skip
 
     def add_peer(self, command: AddPeer) -> None:
-        peer, part = command.peer, command.part
+        peer = command.peer
+        part = command.part
         where = NixlAddress.decode(command.address.metadata[NIXL])
         announced = (peer.epoch, command.num_blocks, command.block_bytes)
         if (where.epoch, where.num_blocks, where.block_bytes) != announced:
@@ -192,7 +195,8 @@ class NixlTransport:
         found = self._peer(command.peer)
         read = found.shapes.read(command)
         order = np.argsort(read.into, kind="stable")  # NIXL merges neighbours into one request
-        into, out_of = read.into[order].astype(np.int32), read.blocks[order].astype(np.int32)
+        into = read.into[order].astype(np.int32)
+        out_of = read.blocks[order].astype(np.int32)
         try:
             handle = self._agent.make_prepped_xfer("READ", found.target, into, found.slices, out_of)
         except self._errors.all as error:
@@ -236,7 +240,8 @@ class NixlTransport:
             with contextlib.suppress(*self._errors.all):  # the read itself reports a dead peer
                 self._agent.get_new_notifs()
         self._forget_drained()
-        gone, self._gone = self._gone, []
+        gone = self._gone
+        self._gone = []
         return gone
 
     def close(self) -> None:

@@ -131,7 +131,8 @@ def copy_blocks(
     twice.
     """
     order = np.argsort(target, kind="stable")
-    target, source = target[order], source[order]
+    target = target[order]
+    source = source[order]
     ends = _run_ends(target)
     slices = ends | _run_ends(source)
     num_slices = np.count_nonzero(slices)
@@ -143,16 +144,21 @@ def copy_blocks(
     order = np.argsort(source, kind="stable")
     ends = _run_ends(source[order])
     if 2 * np.count_nonzero(ends) <= num_slices:
-        target, source = target[order], source[order]
+        target = target[order]
+        source = source[order]
         for begin, end in _runs(ends):
             values = source_pool[source[begin] : source[end - 1] + 1]
             np.put(target_pool, target[begin:end], values, mode="clip")
         return
     size = target_pool.itemsize
-    to_bytes, from_bytes = target_pool.view(np.uint8), source_pool.view(np.uint8)
-    to_offsets, from_offsets = (target * size).tolist(), (source * size).tolist()
+    to_bytes = target_pool.view(np.uint8)
+    from_bytes = source_pool.view(np.uint8)
+    to_offsets = (target * size).tolist()
+    from_offsets = (source * size).tolist()
     for begin, end in _runs(slices):
-        to, frm, length = to_offsets[begin], from_offsets[begin], (end - begin) * size
+        to = to_offsets[begin]
+        frm = from_offsets[begin]
+        length = (end - begin) * size
         to_bytes[to : to + length] = from_bytes[frm : frm + length]
 
 
@@ -225,7 +231,8 @@ class OwnerLinks:
                 self._receive_pool(descriptor)
             else:
                 self._exporter.service(descriptor)
-        gone, self._gone = self._gone, []
+        gone = self._gone
+        self._gone = []
         return gone
 
     def close(self) -> None:
@@ -244,7 +251,8 @@ class OwnerLinks:
         except BlockingIOError:
             return
         except OSError:
-            data, descriptors = b"", []
+            data = b""
+            descriptors = []
         try:
             if descriptors and peer.mapping is None:
                 peer.mapping = Mapping(descriptors[0], peer.shape, peer.nonce)
@@ -415,7 +423,8 @@ Fence = Callable[[], None]
 ORDERED_MACHINES = ("x86_64", "AMD64", "i686")
 # Of membarrier, from linux/membarrier.h.
 SYSCALL_NUMBERS = {"x86_64": 324, "aarch64": 283, "riscv64": 283}
-GLOBAL_EXPEDITED, REGISTER_GLOBAL_EXPEDITED = 1 << 1, 1 << 2
+GLOBAL_EXPEDITED = 1 << 1
+REGISTER_GLOBAL_EXPEDITED = 1 << 2
 
 
 def make_fence() -> Fence:

@@ -51,8 +51,10 @@ class OrderedLinears:
         self, ordered: Product, num_kinds: int, progress: Progress, library: Product = F.linear
     ) -> None:
         """Take the product with one order and the library's product."""
-        self._ordered, self._library = ordered, library
-        self._num_kinds, self._progress = num_kinds, progress
+        self._ordered = ordered
+        self._library = library
+        self._num_kinds = num_kinds
+        self._progress = progress
         self._found: dict[tuple[torch.Size, torch.dtype], Product] = {}
 
     def make(self, weight: Tensor, bias: Tensor | None = None, _: int | None = None) -> Linear:

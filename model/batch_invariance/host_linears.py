@@ -61,7 +61,8 @@ class HostLinears:
         compiled: CpuLinears | None = None,
     ) -> None:
         """Take all numbers of threads that a step may use; bits must be equal with each of them."""
-        self._num_kinds, self._progress = num_kinds, progress
+        self._num_kinds = num_kinds
+        self._progress = progress
         self._thread_counts = thread_counts
         self._compiled = compiled
         self._trial = b"" if compiled is None else trial_of(compiled)
@@ -132,7 +133,8 @@ class HostLinears:
     def with_layer(self, grouped: GroupedLinear, number: int, weight: Tensor) -> HostExperts:
         """Return a group with another layer of the same shape. Any thread may call this."""
         assert isinstance(grouped, HostExperts), "they were made here"
-        before, after = grouped.layers[:number], grouped.layers[number + 1 :]
+        before = grouped.layers[:number]
+        after = grouped.layers[number + 1 :]
         return self._grouped((*before, self.make(weight), *after))
 
     def _grouped(self, layers: tuple[Linear, ...]) -> HostExperts:

@@ -34,7 +34,8 @@ MAX_SEARCH_FLOPS = 40e9
 # Tiles up to this size are computed until each row has been at PASSES places and each place has
 # held two rows, which shows that all places are alike. A larger tile is computed once and compared
 # with these, so a set without any small tile proves nothing. Decoding needs a small tile as well.
-SMALL_TILE, PASSES = 64, 4
+SMALL_TILE = 64
+PASSES = 4
 ALIGNED_BYTES = 64
 
 # A product costs as much as its rows plus this number of rows, because it always reads the whole
@@ -171,7 +172,9 @@ def _try_tiles(
 
 def _try_tile(product: RowProduct, pool: Tensor, arranged: Tensor) -> Trial | None:
     """Return None if a row got other bits at another place or beside other rows."""
-    rows, found, tile = [], [], arranged.shape[1]
+    rows = []
+    found = []
+    tile = arranged.shape[1]
     # Pieces start at any row of a larger tensor, which is any multiple of a row's bytes.
     starts = (0, 1) if pool[0].nbytes % ALIGNED_BYTES else (0,)
     for places in arranged:
@@ -201,7 +204,8 @@ def _best_class(trials: Sequence[Trial]) -> list[Trial]:
 
 def _modelled_cost(tiles: Sequence[int]) -> float:
     """Return the summed cost of typical numbers of rows, relative to products of exactly these."""
-    largest, pieces = max(tiles), plan_pieces(tiles)
+    largest = max(tiles)
+    pieces = plan_pieces(tiles)
     total = 0.0
     for num_rows in TYPICAL_ROWS:
         whole, rest = divmod(num_rows, largest)
@@ -228,7 +232,8 @@ class RowThreads:
         self._threads = CpuThreads()
 
     def __call__(self, work: RowWork, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        num_rows, count = len(x), torch.get_num_threads()
+        num_rows = len(x)
+        count = torch.get_num_threads()
         if count == 1 or num_rows < count * MIN_ROWS:
             return work(x, residual)
         parts: dict[int, tuple[Tensor, Tensor]] = {}

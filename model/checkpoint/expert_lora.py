@@ -13,7 +13,8 @@ from baton.model.checkpoint.tensors import DecoderTensors, ExpertTensors
 from baton.model.checkpoint.weight_files import TensorEntry, text_name
 from baton.protocol.errors import ConfigError
 
-GATE_UP, DOWN = "gate_up_proj", "down_proj"
+GATE_UP = "gate_up_proj"
+DOWN = "down_proj"
 _TENSOR = re.compile(r"base_model\.model\.([\w.]+\.experts(?:\.base_layer)*)\.lora_[AB]\.weight")
 _LAYER = re.compile(r"model\.layers\.(\d+)\..*")
 # Before, PEFT took the first dimension after the experts for the inputs, whatever it was.
@@ -85,14 +86,19 @@ def _layers_of(
     experts: ExpertTensors, own: str, rank: int, shapes: list[tuple[int, ...]]
 ) -> dict[str, ExpertLayer]:
     """Return the layers for which matrices of these shapes are; none if there are none."""
-    num, hidden, width = experts.num_experts, experts.hidden, experts.width
-    gates, ups = slice(0, width), slice(width, 2 * width)
+    num = experts.num_experts
+    hidden = experts.hidden
+    width = experts.width
+    gates = slice(0, width)
+    ups = slice(width, 2 * width)
     if experts.names.is_interleaved:
-        gates, ups = slice(0, 2 * width, 2), slice(1, 2 * width, 2)
+        gates = slice(0, 2 * width, 2)
+        ups = slice(1, 2 * width, 2)
     layers: dict[str, ExpertLayer] = {}
     for number in range(num):
         names = experts.expert(number)
-        a, b = slice(number * rank, (number + 1) * rank), slice(number, None, num)
+        a = slice(number * rank, (number + 1) * rank)
+        b = slice(number, None, num)
         if shapes == [(num * rank, hidden), (2 * width, rank * num)]:
             for linear, rows in zip(names.gate_up, (gates, ups), strict=True):
                 layers[linear.name] = ExpertLayer(own, ExpertPart(a, rows, b))

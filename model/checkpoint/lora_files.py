@@ -21,7 +21,8 @@ from baton.model.config.decoder_config import DecoderConfig
 from baton.model.config.reading import read_json
 from baton.protocol.errors import ConfigError
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_RANK = 512
 MODULES = (
     "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj",
@@ -143,7 +144,8 @@ def read_adapter(name: str, folder: Path, config: DecoderConfig) -> Adapter:
     file = folder / CONFIG_FILE
     if file.exists() and not file.is_file():  # a pipe would never end
         raise ConfigError(f"{where}: {CONFIG_FILE} is not a file")
-    fields, given = read_json(file, dict[str, object]), read_json(file, _Config)
+    fields = read_json(file, dict[str, object])
+    given = read_json(file, _Config)
     if given.peft_type.upper() != "LORA":
         raise ConfigError(f"{where}: peft_type {given.peft_type} is not supported, only LORA")
     if given.bias != "none":
@@ -182,7 +184,8 @@ def _tensors_of(
     """Return `layers` and `replaced`. Raises `ConfigError` unless all tensors fit the model."""
     if not (folder / WEIGHTS_FILE).is_file():
         raise ConfigError(f"{where} has no {WEIGHTS_FILE}: baton reads weights from safetensors")
-    tensors, stored = decoder_tensors(config), tensors_of(folder / WEIGHTS_FILE)
+    tensors = decoder_tensors(config)
+    stored = tensors_of(folder / WEIGHTS_FILE)
     for tensor, entry in stored.items():
         if entry.dtype not in ("F32", "F16", "BF16"):
             raise ConfigError(f"{where}: {tensor} is {entry.dtype}, which is not supported")

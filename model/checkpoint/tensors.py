@@ -18,14 +18,17 @@ from baton.model.config.latent_config import LatentConfig
 from baton.model.config.state_config import StateTensors, state_tensors
 from baton.model.config.tensor_parts import LinearTensors, NormTensor, Shape, Units
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 # Of models whose layers take an embedding of each token of their own.
-INPUTS, INPUT_NORM = "model.embed_tokens_per_layer.weight", "model.per_layer_projection_norm"
+INPUTS = "model.embed_tokens_per_layer.weight"
+INPUT_NORM = "model.per_layer_projection_norm"
 INPUT_PROJECTION = "model.per_layer_model_projection"
 LABELS = "score.weight"  # a head that makes a number for each label
 # As transformers keeps experts, and saves them with `save_original_format=False`.
 STACKED_BLOCK = "mlp"
-STACKED_GATE_UP, STACKED_DOWN = "experts.gate_up_proj", "experts.down_proj"
+STACKED_GATE_UP = "experts.gate_up_proj"
+STACKED_DOWN = "experts.down_proj"
 
 # Each expert has tensors of its own, or one tensor has all of a layer: [outputs, inputs] each, or
 # transposed.
@@ -113,7 +116,8 @@ class ExpertTensors(msgspec.Struct, frozen=True):
 
     def expert(self, number: int) -> MlpTensors:
         """Return the tensors of one expert, where each has its own."""
-        names, prefix = self.names, f"{self.block}experts.{number}."
+        names = self.names
+        prefix = f"{self.block}experts.{number}."
         return _mlp(prefix, names.gate_up, names.down, self.hidden, self.width)
 
     def shapes(self) -> Iterator[tuple[str, Shape]]:
@@ -264,7 +268,8 @@ def layout_of(config: DecoderConfig, shapes: Mapping[str, Shape]) -> ExpertLayou
     for name, shape in shapes.items():
         if config.experts is None or not name.endswith(f".{STACKED_BLOCK}.{STACKED_GATE_UP}"):
             continue
-        width, hidden = config.experts.moe_intermediate_size, config.hidden_size
+        width = config.experts.moe_intermediate_size
+        hidden = config.hidden_size
         down = shapes.get(name.removesuffix(STACKED_GATE_UP) + STACKED_DOWN, ())
         is_transposed = (shape[1:], down[1:]) == ((hidden, 2 * width), (width, hidden))
         return "transposed" if is_transposed else "stacked"
@@ -298,9 +303,11 @@ def _layer(config: DecoderConfig, number: int, layout: ExpertLayout) -> LayerTen
         state = state_tensors(config.state, layer, config.hidden_size)
     q_norm = k_norm = None
     if config.qk_norm and state is None:
-        q_size, k_size = width, width
+        q_size = width
+        k_size = width
         if config.joins_qk_norm:
-            q_size, k_size = config.num_heads * width, kv_heads * width
+            q_size = config.num_heads * width
+            k_size = kv_heads * width
         q_norm = NormTensor(attention + config.names.q_norm, q_size)
         if config.stores_keys(number):
             k_norm = NormTensor(attention + config.names.k_norm, k_size)
@@ -390,7 +397,8 @@ def _qkv(config: DecoderConfig, number: int, attention: str) -> tuple[LinearTens
 def _latent(
     latent: LatentConfig, attention: str, config: DecoderConfig, number: int
 ) -> LatentTensors:
-    hidden, heads = Units(config.hidden_size), config.num_heads
+    hidden = Units(config.hidden_size)
+    heads = config.num_heads
     queries = Units(heads, latent.qk_head_dim)
     expanded = Units(heads, latent.qk_nope_head_dim + latent.v_head_dim)
     q_down = q_norm = None
@@ -418,7 +426,8 @@ def _index(latent: LatentConfig, prefix: str, hidden: Units, number: int) -> Ind
     if index is None or number not in index.layers:
         return None
     assert latent.q_lora_rank is not None, "an index makes its queries from a latent row"
-    heads, rank = Units(index.num_heads, index.head_dim), Units(1, latent.q_lora_rank)
+    heads = Units(index.num_heads, index.head_dim)
+    rank = Units(1, latent.q_lora_rank)
     return IndexTensors(
         queries=LinearTensors(f"{prefix}wq_b", (heads,), rank),
         keys=LinearTensors(f"{prefix}wk", (Units(1, index.head_dim),), hidden),
@@ -428,9 +437,11 @@ def _index(latent: LatentConfig, prefix: str, hidden: Units, number: int) -> Ind
 
 
 def _dense_mlp(config: DecoderConfig, number: int) -> MlpTensors:
-    hidden, width = Units(config.hidden_size), Units(config.mlp_width_of(number))
+    hidden = Units(config.hidden_size)
+    width = Units(config.mlp_width_of(number))
     number_in_files = config.numbers_in_files(number)[1]
-    names, block = config.mlp, f"model.layers.{number_in_files}.{config.mlp.block}."
+    names = config.mlp
+    block = f"model.layers.{number_in_files}.{config.mlp.block}."
     if len(names.gate_up) > 1 or not names.has_gate:
         return _mlp(
             block, names.gate_up, names.down, hidden.size, width.size, has_bias=config.mlp_bias
@@ -451,7 +462,8 @@ def _mlp(
     *,
     has_bias: bool = False,
 ) -> MlpTensors:
-    inputs, outputs = Units(hidden), Units(width)
+    inputs = Units(hidden)
+    outputs = Units(width)
     return MlpTensors(
         tuple(LinearTensors(prefix + name, (outputs,), inputs, has_bias) for name in gate_up),
         LinearTensors(prefix + down, (inputs,), outputs, has_bias, splits_inputs=True),
@@ -461,7 +473,8 @@ def _mlp(
 def _experts(
     config: DecoderConfig, experts: ExpertsConfig, number: int, layout: ExpertLayout
 ) -> ExpertTensors:
-    names, hidden = experts.names, config.hidden_size
+    names = experts.names
+    hidden = config.hidden_size
     layer = f"model.layers.{config.numbers_in_files(number)[1]}."
     block = f"{layer}{names.block}." if names.block else layer
     is_own = layout == "apart" or names.stacked is not None

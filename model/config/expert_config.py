@@ -171,7 +171,8 @@ def _grouped_experts(file: Path, names: Experts, raw: RawGrouped) -> ExpertsConf
     num_experts = raw.n_routed_experts
     methods = ("noaux_tc",) if is_sigmoid else ("greedy", "group_limited_greedy")
     method = raw.topk_method or methods[0]
-    n_group, topk_group = raw.n_group or 1, raw.topk_group or 1
+    n_group = raw.n_group or 1
+    topk_group = raw.topk_group or 1
     if method == "greedy":
         n_group = topk_group = 1
     scoring = raw.scoring_func or ("sigmoid" if is_sigmoid else "softmax")

@@ -16,7 +16,8 @@ from msgspec import Meta
 from baton.model.config.reading import converted
 from baton.protocol.errors import ConfigError
 
-CHUNKED, FULL = "chunked_attention", "full_attention"
+CHUNKED = "chunked_attention"
+FULL = "full_attention"
 _Positive = Annotated[int, Meta(gt=0)]
 _Count = Annotated[int, Meta(ge=0)]
 
@@ -192,7 +193,8 @@ class _RawBlocks(msgspec.Struct):
     hybrid_override_pattern: str = "ME*-"  # a letter for each, in older folders
 
 
-MLP, SPARSE = "mlp", "moe"
+MLP = "mlp"
+SPARSE = "moe"
 LETTERS = {"M": "linear_attention", "*": FULL, "-": MLP, "E": SPARSE}
 
 

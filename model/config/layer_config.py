@@ -121,7 +121,8 @@ def windows_config(
     The window is None if no layer has one that is shorter than the model's length.
     """
     raw = converted(file, fields, _RawWindows)
-    windows, window = family.windows, raw.sliding_window
+    windows = family.windows
+    window = raw.sliding_window
     has_index = family.latent is not None and family.latent.index is not None
     if family.state is not None or family.has_chunks or has_index:
         return None, ()

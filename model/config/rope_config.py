@@ -178,7 +178,8 @@ def _read(file: Path, family: Family, raw: RawRope) -> tuple[_Given, str]:
 
 
 def _scaled(file: Path, family: Family, given: _Given, field: str, raw: RawRope) -> Rope:
-    base, factor = given.rope_theta, given.factor
+    base = given.rope_theta
+    factor = given.factor
     is_scored = given.rope_type in {"default", "yarn"}
     if family.latent is not None and given.mscale_all_dim and not is_scored:
         raise ConfigError(f"{file}: {field}.mscale_all_dim is supported with yarn only")
@@ -203,7 +204,8 @@ def _scaled(file: Path, family: Family, given: _Given, field: str, raw: RawRope)
         case "proportional":
             return Rope(base, "proportional", factor or 1.0)
         case "llama3":
-            low, high = given.low_freq_factor, given.high_freq_factor
+            low = given.low_freq_factor
+            high = given.high_freq_factor
             if low is None or high is None:
                 raise ConfigError(
                     f"{file}: {field} of type llama3 needs low_freq_factor and high_freq_factor"

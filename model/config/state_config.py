@@ -189,7 +189,8 @@ def state_config(file: Path, names: StateLayers, fields: dict[str, object]) -> S
         conv = converted(file, fields, _RawConvolution)
         return StateConfig(names, layers, 0, conv.hidden_size, 0, 0, conv.num_taps)
     raw = converted(file, fields, _RawDelta)
-    heads, key_heads = raw.linear_num_value_heads, raw.linear_num_key_heads
+    heads = raw.linear_num_value_heads
+    key_heads = raw.linear_num_key_heads
     if heads % key_heads:
         raise ConfigError(f"{file}: linear_num_key_heads must divide linear_num_value_heads")
     return StateConfig(
@@ -204,7 +205,8 @@ def state_config(file: Path, names: StateLayers, fields: dict[str, object]) -> S
 
 
 def _key_delta(file: Path, names: StateLayers, fields: dict[str, object]) -> StateConfig:
-    raw, of_layers = converted(file, fields, _RawKeyDelta), converted(file, fields, _RawLayers)
+    raw = converted(file, fields, _RawKeyDelta)
+    of_layers = converted(file, fields, _RawLayers)
     given = raw.linear_attn_config
     layers = range(of_layers.num_hidden_layers)
     if of_layers.layer_types is None:
@@ -216,7 +218,8 @@ def _key_delta(file: Path, names: StateLayers, fields: dict[str, object]) -> Sta
         of_layers.layer_types = tuple(
             "full_attention" if layer in full else "linear_attention" for layer in layers
         )
-    heads, width = given.num_heads or raw.linear_num_heads, given.head_dim or raw.linear_head_dim
+    heads = given.num_heads or raw.linear_num_heads
+    width = given.head_dim or raw.linear_head_dim
     return StateConfig(
         names=names,
         layers=_layers(file, names, of_layers),
@@ -229,7 +232,8 @@ def _key_delta(file: Path, names: StateLayers, fields: dict[str, object]) -> Sta
 
 
 def _mamba(file: Path, names: StateLayers, layers: tuple[int, ...], raw: _RawMamba) -> StateConfig:
-    heads, groups = raw.mamba_n_heads, raw.mamba_n_groups
+    heads = raw.mamba_n_heads
+    groups = raw.mamba_n_groups
     inner = raw.mamba_expand * raw.hidden_size
     width = inner // heads if raw.mamba_d_head == "auto" else raw.mamba_d_head
     if (names.expands and heads * width != inner) or heads % groups:
@@ -255,10 +259,13 @@ def _mamba(file: Path, names: StateLayers, layers: tuple[int, ...], raw: _RawMam
 
 def state_tensors(config: StateConfig, layer: str, hidden_size: int) -> StateTensors:
     """Return the tensors of a layer whose names begin with `layer`."""
-    block, hidden, kind = f"{layer}{config.names.block}.", Units(hidden_size), config.names.kind
+    block = f"{layer}{config.names.block}."
+    hidden = Units(hidden_size)
+    kind = config.names.kind
     if kind == "key_delta":
         return _key_delta_tensors(config, block, hidden)
-    norm, outputs = None, Units(config.num_channels)
+    norm = None
+    outputs = Units(config.num_channels)
     taps = f"{block}conv" if kind == "conv" else f"{block}conv1d"
     if kind != "conv":
         outputs = Units(config.num_heads, config.value_dim)
@@ -282,7 +289,8 @@ def state_tensors(config: StateConfig, layer: str, hidden_size: int) -> StateTen
 
 
 def _key_delta_tensors(config: StateConfig, block: str, hidden: Units) -> StateTensors:
-    heads, row = Units(config.num_heads, config.value_dim), Units(1, config.value_dim)
+    heads = Units(config.num_heads, config.value_dim)
+    row = Units(1, config.value_dim)
     inputs = {
         **dict.fromkeys(("q_proj", "k_proj", "v_proj"), heads),
         **dict.fromkeys(("g_a_proj", "f_a_proj"), row),
@@ -314,7 +322,8 @@ def _inputs(config: StateConfig) -> tuple[tuple[str, tuple[Units, ...]], ...]:
         channels = Units(config.num_channels)
         return (("in_proj", (channels, channels, channels)),)
     keys = Units(config.num_key_heads, config.key_dim)
-    values, gates = Units(config.num_heads, config.value_dim), Units(config.num_heads)
+    values = Units(config.num_heads, config.value_dim)
+    gates = Units(config.num_heads)
     if config.names.kind == "mamba":
         return (("in_proj", (values, values, keys, keys, gates)),)
     if not config.names.joins_inputs:
@@ -334,7 +343,8 @@ def _inputs(config: StateConfig) -> tuple[tuple[str, tuple[Units, ...]], ...]:
 
 def _layers(file: Path, names: StateLayers, raw: _RawLayers) -> tuple[int, ...]:
     """Return the layers with a state."""
-    layers, kinds = range(raw.num_hidden_layers), raw.layer_types
+    layers = range(raw.num_hidden_layers)
+    kinds = raw.layer_types
     if not raw.attn_output_gate:
         raise ConfigError(f"{file}: attn_output_gate is false, which is not supported")
     if kinds is None and raw.full_attn_idxs is not None:

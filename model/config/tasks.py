@@ -28,7 +28,8 @@ _FLAGS = {
 }
 _YES_NO = ("no", "yes")
 # Chains of modules that are supported, by the last parts of their types.
-_EMBEDDING, _SCORE = ["Transformer", "Pooling"], ["Transformer", "LogitScore"]
+_EMBEDDING = ["Transformer", "Pooling"]
+_SCORE = ["Transformer", "LogitScore"]
 _NORMALIZE = "Normalize"
 _IDENTITY = "Identity"
 

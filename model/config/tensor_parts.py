@@ -59,7 +59,8 @@ class LinearTensors(msgspec.Struct, frozen=True):
         """Return the rows of `weight` that a rank has, in order."""
         if size == 1 or self.splits_inputs:
             return [slice(0, self.num_outputs)]
-        rows, first = [], 0
+        rows = []
+        first = 0
         for units in self.outputs:
             part = units.of_rank(rank, size)
             rows.append(slice(first + part.start, first + part.stop))

@@ -52,12 +52,14 @@ class StepProfiler:
             activities.append(ProfilerActivity.CUDA)
         found = profile(activities=activities)
         found.start()
-        self._name, self._profile = name, found
+        self._name = name
+        self._profile = found
         log.info("the profile begins", profile=name)
 
     def _end(self) -> None:
         assert self._profile is not None
-        found, self._profile = self._profile, None
+        found = self._profile
+        self._profile = None
         found.stop()
         # A long trace takes seconds to write: the next steps must not wait for it, the end must.
         threading.Thread(target=self._write, args=(found, self._name)).start()

@@ -33,7 +33,9 @@ from baton.runtime.host import thread_counts
 NUM_SLOTS = 64
 # A slot is two numbers: the process that owns it, and the number of threads with which that process
 # computes now.
-_PID, _THREADS, _WIDTH = 0, 1, 2
+_PID = 0
+_THREADS = 1
+_WIDTH = 2
 _BYTES = NUM_SLOTS * _WIDTH * 4
 
 
@@ -42,7 +44,8 @@ class SharedCpus:
 
     def __init__(self, path: Path, share: int, total: int) -> None:
         """Take a free slot of the file, which is created if necessary. Raises `ConfigError`."""
-        self._share, self._total = share, total
+        self._share = share
+        self._total = total
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             with open(descriptor, "r+b") as file:

@@ -178,11 +178,13 @@ class PortPump:
 def _join(load: LoadRank) -> Ranks:
     if not load.peers:
         return SingleRank()
-    config, size = load.config, len(load.peers) + 1
+    config = load.config
+    size = len(load.peers) + 1
     device = plan_rank(config, size).device
     if device.type == "cuda":
         # Ranks that do not meet report it before the executor gives them up.
-        place, timeout_s = (load.rank, size), config.node.start_timeout_s / 2
+        place = (load.rank, size)
+        timeout_s = config.node.start_timeout_s / 2
         is_ordered = config.engine.deterministic
         return join(device, place, load.memory, timeout_s, is_ordered=is_ordered)
     peers = [socket.socket(fileno=descriptor) for descriptor in load.peers]

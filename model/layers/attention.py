@@ -170,14 +170,17 @@ class WideHeads(NamedTuple):
 
     def slots(self, pool: Tensor, slots: Tensor) -> Tensor:
         """Return where tokens are in `view`, of where they are in the pool; -1 stays."""
-        block_size, size = pool.shape[4], pool.shape[4] // self.pieces(pool)
-        blocks, offsets = slots // block_size, slots % block_size
+        block_size = pool.shape[4]
+        size = pool.shape[4] // self.pieces(pool)
+        blocks = slots // block_size
+        offsets = slots % block_size
         placed = (blocks * pool.shape[1] + offsets // size) * size + offsets % size
         return placed.where(slots >= 0, slots)
 
     def block_table(self, pool: Tensor, blocks: Sequence[int]) -> tuple[int, ...]:
         """Return the blocks of `view` that hold a sequence."""
-        num_parts, pieces = pool.shape[1], range(self.pieces(pool))
+        num_parts = pool.shape[1]
+        pieces = range(self.pieces(pool))
         return tuple(block * num_parts + piece for block in blocks for piece in pieces)
 
 
@@ -341,7 +344,9 @@ class PlainBackend:
 
     def _tables(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor, Tensor]:
         width = max(-(-chunk.end // self.block_size) for chunk in chunks)
-        tables, starts, lengths = [], [0], []
+        tables = []
+        starts = [0]
+        lengths = []
         for chunk in chunks:
             blocks = chunk.block_table[:width]
             table = [*blocks, *[0] * (width - len(blocks))]
@@ -355,14 +360,19 @@ class PlainBackend:
     def attend(
         self, layer: int, qkv: Tensor, head_norms: Tensor | None, rows: Tensor | None = None
     ) -> Tensor:
-        batch, heads, pool, slots = self._batch, self.num_heads, self.pool, self._batch.slots
+        batch = self._batch
+        heads = self.num_heads
+        pool = self.pool
+        slots = self._batch.slots
         if self.keys.are_wide:
             assert self._wide is not None, "the layers are said to be wide"
             assert self._wide_pool is not None, "the layers are said to be wide"
-            pool, slots = self._wide_pool, self._wide.slots(self.pool, slots)
+            pool = self._wide_pool
+            slots = self._wide.slots(self.pool, slots)
         own = qkv.view(len(qkv), -1, reference.pool_head_dim(pool))
         first_value = heads + pool.shape[1]
-        q, k = own[:, :heads], own[:, heads:first_value]
+        q = own[:, :heads]
+        k = own[:, heads:first_value]
         v = own[:, first_value:] if pool.shape[3] == 2 else None
         if not self.keys.are_stored:
             k = v = own[:, :1].expand(-1, pool.shape[1], -1)
@@ -379,7 +389,8 @@ class PlainBackend:
         return out.flatten(1) if rows is None else out[rows].flatten(1)
 
     def choose(self, layer: int, heads: Tensor, weights: Tensor) -> None:
-        batch, index = self._batch, self._index
+        batch = self._batch
+        index = self._index
         assert index is not None, "the model has an index"
         own = heads.view(len(heads), index.num_heads + 1, -1)
         q = reference.rope_and_store(
@@ -419,7 +430,8 @@ class PlainBackend:
             )  # fmt: skip
         out = torch.cat(parts)
         if rows is not None:
-            out, x = out[rows], x[rows]
+            out = out[rows]
+            x = x[rows]
         return state_reference.gated_norm(out, x, weights, self.eps)
 
     def sigmoid_mul(self, x: Tensor, gates: Tensor) -> Tensor:

@@ -50,7 +50,8 @@ def cpu_library(
     if wanted == "torch":
         return None
     try:
-        is_bf16, fp8_pool = dtype == torch.bfloat16, pool_dtype == torch.uint8
+        is_bf16 = dtype == torch.bfloat16
+        fp8_pool = pool_dtype == torch.uint8
         library = load_library(is_bf16=is_bf16, progress=progress, fp8_pool=fp8_pool)
     except KernelsUnavailable as error:
         if wanted == "compiled":
@@ -152,7 +153,8 @@ class CpuBackend:
         )
         wanted = None
         if rows is not None and not view.are_all(rows.numpy()):
-            q, wanted = q[rows], rows.numpy()
+            q = q[rows]
+            wanted = rows.numpy()
             if not len(q):
                 return q.flatten(1)
         if self._sparse is not None:
@@ -167,7 +169,8 @@ class CpuBackend:
 
     def choose(self, layer: int, heads: Tensor, weights: Tensor) -> None:
         assert self._sparse is not None, "the model has an index"
-        positions, slots = self._batch.positions, self._batch.slots
+        positions = self._batch.positions
+        slots = self._batch.slots
         self._sparse.choose(layer, heads, weights, positions, slots, self._angles[0])
 
     def layer_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
@@ -177,7 +180,8 @@ class CpuBackend:
     def advance(
         self, layer: int, x: Tensor, weights: StateWeights, rows: Tensor | None = None
     ) -> Tensor:
-        states, work = self._states, self._state_work
+        states = self._states
+        work = self._state_work
         assert states is not None, "the pool has states"
         if weights.gates is None:
             inputs, gates = gated_inputs(x)
@@ -187,7 +191,8 @@ class CpuBackend:
         decays, betas = states.gate_steps(x, weights.gates)
         out = states.advance(mixed, layer, work, weights, decays, betas)
         if rows is not None:
-            out, x = out[rows], x[rows]
+            out = out[rows]
+            x = x[rows]
         return states.gated_norm(out, x, weights, self.eps)
 
     def sigmoid_mul(self, x: Tensor, gates: Tensor) -> Tensor:
@@ -199,11 +204,13 @@ class CpuBackend:
         if which not in self._views:
             parts = within(self._batch.chunks, self.keys.chunk_size, self.block_size)
             used = [part.block_table[: -(-part.end // self.block_size)] for part in parts]
-            kernels, slots = self._kernels, self._batch.slots
+            kernels = self._kernels
+            slots = self._batch.slots
             if self.keys.are_wide:
                 assert self._wide is not None, "the layers are said to be wide"
                 assert self._wide_kernels is not None, "the layers are said to be wide"
-                kernels, slots = self._wide_kernels, self._wide.slots(self._pool, slots)
+                kernels = self._wide_kernels
+                slots = self._wide.slots(self._pool, slots)
                 used = [self._wide.block_table(self._pool, blocks) for blocks in used]
             starts = accumulate((len(blocks) for blocks in used), initial=0)
             chunks = np.array(

@@ -68,7 +68,9 @@ class CudaBackend:
 
     def begin(self, batch: Batch) -> None:
         assert batch.tables is not None, "the kernels read tables on the device"
-        self._positions, self._slots, self._tables = batch.positions, batch.slots, batch.tables
+        self._positions = batch.positions
+        self._slots = batch.slots
+        self._tables = batch.tables
         if self._index is not None:
             self._sequences = _sequences(batch.tables, batch.num_tokens)
             # A token of padding is not stored, and sees nothing.
@@ -84,15 +86,18 @@ class CudaBackend:
         decode: Callable[..., Tensor]
         prefill: Callable[..., Tensor]
         if self.pool.shape[3] == 1:
-            scale, rotated = self.scoring.scale, self._angles[0].shape[1]
+            scale = self.scoring.scale
+            rotated = self._angles[0].shape[1]
             decode = partial(latent_decode_attention, scale=scale, rotated=rotated)
             prefill = partial(latent_prefill_attention, scale=scale, rotated=rotated)
         else:
-            how, ordered = self.scoring._asdict(), self.is_batch_invariant
+            how = self.scoring._asdict()
+            ordered = self.is_batch_invariant
             decode = partial(paged_decode_attention, **how, ordered=ordered)
             prefill = partial(paged_prefill_attention, **how, ordered=ordered)
         parts: list[Tensor] = []
-        tables, decoding = self._tables, self._tables.num_decoding
+        tables = self._tables
+        decoding = self._tables.num_decoding
         if decoding:
             parts.append(
                 decode(
@@ -112,10 +117,14 @@ class CudaBackend:
 
     def _stored(self, layer: int, qkv: Tensor, head_norms: Tensor | None) -> Tensor:
         """Store keys and values, and return the rotated queries."""
-        angles, heads, kv_heads = self._angles[self.keys.rotation], self.num_heads, self.kv_heads
+        angles = self._angles[self.keys.rotation]
+        heads = self.num_heads
+        kv_heads = self.kv_heads
         if self.pool.shape[3] == 1:
             return turn_and_store(qkv, self._positions, angles, self.pool, layer, self._slots)
-        q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+        q = qkv[:, :heads]
+        k = qkv[:, heads : heads + kv_heads]
+        v = qkv[:, heads + kv_heads :]
         q_norm, k_norm = (None, None) if head_norms is None else (head_norms[0], head_norms[heads])
         return rope_and_store(
             q, k, v, self._positions, angles, self.pool, layer, self._slots, q_norm, k_norm,
@@ -139,9 +148,12 @@ class CudaBackend:
 
     def _attend_chosen(self, q: Tensor, layer: int, num_chosen: int, rows: Tensor | None) -> Tensor:
         """Return the attention of queries to the keys that were chosen last, each by itself."""
-        chosen, num_seen = self._chosen, self._num_seen.clamp(max=num_chosen)
+        chosen = self._chosen
+        num_seen = self._num_seen.clamp(max=num_chosen)
         if rows is not None:
-            q, chosen, num_seen = q[rows], chosen[rows], num_seen[rows]
+            q = q[rows]
+            chosen = chosen[rows]
+            num_seen = num_seen[rows]
         out = latent_decode_attention(
             q, self.pool, layer, chosen, num_seen, self.scoring.scale, self._angles[0].shape[1],
             of_slots=True,

@@ -139,7 +139,8 @@ class Decoder:
         if self.inputs is not None:
             inputs = self.inputs(batch.token_ids, embedded, backend).unbind(1)
         is_apart = batch.adapted is None and inputs is None
-        adapted, by_rows = batch.adapted, self.by_rows if is_apart else at_once
+        adapted = batch.adapted
+        by_rows = self.by_rows if is_apart else at_once
         x, residual = self._into_attention(0, backend, adapted, embedded, None)
         last = len(self.layers) - 1
         for number in range(last):
@@ -172,7 +173,8 @@ class Decoder:
         if layer.state is not None:
             return backend.advance(layer.number, x, layer.state, rows)
         if layer.scoring is not None:
-            backend.scoring, backend.keys = layer.scoring, layer.keys
+            backend.scoring = layer.scoring
+            backend.keys = layer.keys
         if layer.latent is not None and layer.latent.index is not None:
             index = layer.latent.index
             x, queries, weights = index.parted(x)
@@ -232,7 +234,8 @@ class Decoder:
     ) -> tuple[Tensor, Tensor]:
         layer = self.layers[number]
         x, residual = backend.add_rms_norm(x, residual, layer.attention_norm, self.eps)
-        normed, x = x, layer.qkv(x, adapted)
+        normed = x
+        x = layer.qkv(x, adapted)
         if layer.packing is not None:
             x = layer.packing(x, backend)
         if layer.latent is not None:

@@ -52,7 +52,9 @@ class KeyIndex:
         heads = (self.num_heads + 1) * self.head_dim
         bits = self.num_heads * torch.float32.itemsize // x.dtype.itemsize
         end = x.shape[1] - bits
-        before, queries, weights = x[:, : end - heads], x[:, end - heads : end], x[:, end:]
+        before = x[:, : end - heads]
+        queries = x[:, end - heads : end]
+        weights = x[:, end:]
         weights = weights.contiguous().view(torch.float32)
         return before.contiguous(), queries.contiguous(), weights
 

@@ -43,9 +43,12 @@ class LatentAttention:
         of the hidden state. With an index, it ends with the index's key, and the result with what
         `KeyIndex.parted` takes.
         """
-        sizes, heads, rank = self.sizes, self.num_heads, self.sizes.kv_lora_rank
+        sizes = self.sizes
+        heads = self.num_heads
+        rank = self.sizes.kv_lora_rank
         end = x.shape[1] - (0 if self.index is None else self.index.head_dim)
-        q, row = x[:, : end - sizes.row_dim], x[:, end - sizes.row_dim : end]
+        q = x[:, : end - sizes.row_dim]
+        row = x[:, end - sizes.row_dim : end]
         q_row = q
         if self.q_norm is not None and self.q_expand is not None:
             q_row, _ = backend.add_rms_norm(q, None, self.q_norm, LATENT_EPS)
@@ -110,7 +113,8 @@ def make_latent(
         """Put what is rotated together half a row apart, as the kernels rotate it."""
         if not sizes.is_interleaved:
             return weight
-        firsts, seconds = weight[..., plain::2, :], weight[..., plain + 1 :: 2, :]
+        firsts = weight[..., plain::2, :]
+        seconds = weight[..., plain + 1 :: 2, :]
         return torch.cat((weight[..., :plain, :], firsts, seconds), dim=-2)
 
     queries = in_halves(weights.q_up, nope).flatten(0, 1)

@@ -29,7 +29,8 @@ class JoinedNorms:
 
     def __call__(self, x: Tensor, backend: Backend) -> Tensor:
         """Return `x`, `[num_rows, queries, then keys, then values of this rank]`, normed."""
-        rank, size = self.ranks.rank, self.ranks.size
+        rank = self.ranks.rank
+        size = self.ranks.size
         ends = len(self.queries) // size, len(self.keys) * self.copies // size
         *parts, values = torch.split(x, [*ends, x.shape[1] - sum(ends)], dim=1)
         for number, (norm, copies) in enumerate(((self.queries, 1), (self.keys, self.copies))):

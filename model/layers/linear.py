@@ -21,7 +21,8 @@ Adaptation = Callable[[Tensor, Tensor, AdaptedRows], Tensor]
 
 # These costs were measured on a Zen 5 core in bf16, with small weights in its cache. On other CPUs
 # the number of threads of a product may be a poor choice, but no bit changes.
-NS_PER_WEIGHT, NS_PER_MULTIPLICATION = 0.03, 0.0046
+NS_PER_WEIGHT = 0.03
+NS_PER_MULTIPLICATION = 0.0046
 
 PACKED_OPS = ("_is_mkldnn_bf16_supported", "_reorder_linear_weight", "_linear_pointwise")
 

@@ -30,7 +30,8 @@ class Lora:
 
     def __call__(self, y: Tensor, x: Tensor, adapted: AdaptedRows) -> Tensor:
         """Add to the outputs `[num_rows, outputs]` of a layer with the inputs `x`, in place."""
-        order, ends = adapted.order, adapted.ends
+        order = adapted.order
+        ends = adapted.ends
         added = self.expand(self.shrink(x[order], ends), ends)
         return y.index_copy_(0, order, y[order] + added)
 

@@ -14,7 +14,8 @@ def rope_table(rope: Rope, head_dim: int, num_positions: int) -> Tensor:
     Where a part of a head is rotated, its numbers are in `head_order`. Where the angles depend on
     the length of a sequence, `num_positions` is the longest that a node takes.
     """
-    rotated, table = rope.rotated(head_dim), unrotated(head_dim, num_positions)
+    rotated = rope.rotated(head_dim)
+    table = unrotated(head_dim, num_positions)
     exponents = torch.arange(0, rotated, 2, dtype=torch.int64).float() / rotated
     periods = rope.theta**exponents
     if rope.scaling == "proportional":
@@ -68,7 +69,8 @@ def _llama3(rope: Rope, frequencies: Tensor) -> Tensor:
     """Stretch low frequencies, keep high ones, and blend those between them (Llama 3.1)."""
     original = rope.original_max_position_embeddings
     wavelengths = 2 * math.pi / frequencies
-    longest, shortest = original / rope.low_freq_factor, original / rope.high_freq_factor
+    longest = original / rope.low_freq_factor
+    shortest = original / rope.high_freq_factor
     blend = (original / wavelengths - rope.low_freq_factor) / (
         rope.high_freq_factor - rope.low_freq_factor
     )
@@ -88,10 +90,13 @@ def _yarn(rope: Rope, frequencies: Tensor) -> Tensor:
         turns = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
         return num * math.log(turns) / math.log(rope.theta)
 
-    first, last = place(rope.beta_fast), place(rope.beta_slow)
+    first = place(rope.beta_fast)
+    last = place(rope.beta_slow)
     if rope.truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, 2 * num - 1)
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, 2 * num - 1)
     places = torch.arange(num, dtype=torch.float32)
     share = ((places - first) / (last - first or 0.001)).clamp(0, 1)
     return frequencies / rope.factor * share + frequencies * (1 - share)

@@ -76,7 +76,8 @@ class AdapterReader:
 
     def expand(self, site: LoraSite) -> Tensor:
         """Return scaled `B` of each layer in its block, `[outputs, width]`."""
-        whole, first = torch.zeros(site.num_outputs, width_of(site, self._rank)), 0
+        whole = torch.zeros(site.num_outputs, width_of(site, self._rank))
+        first = 0
         for place, (name, rows) in enumerate(zip(site.names, site.rows, strict=True)):
             size = rows.stop - rows.start
             if (b := self._read(name, "B")) is not None:
@@ -152,12 +153,14 @@ class LoraLoader:
         dtype: torch.dtype,
         space: LoraSpace = NO_SPACE,
     ) -> None:
-        self.adapters, self.space = adapters, space
+        self.adapters = adapters
+        self.space = space
         # The layers that adapters change, which grow as the model is loaded.
         self.sites: list[tuple[LoraSite, Lora]] = []
         self._rank = max((adapter.rank for adapter in adapters), default=0)
         self._rank = max(self._rank, space.max_rank)
-        self._device, self._dtype = device, dtype
+        self._device = device
+        self._dtype = dtype
         self._readers = [AdapterReader(adapter, self._rank) for adapter in adapters]
         self._maker: LayerMaker | None = None
         self.replacements = Replacements()
@@ -169,7 +172,8 @@ class LoraLoader:
 
         `make` raises `ConfigError` for weights that are no numbers; None if no token is made.
         """
-        self._head_rows, self._make_head = rows, make
+        self._head_rows = rows
+        self._make_head = make
         for number, reader in enumerate(self._readers):
             self.replacements.set(number, *self._replacing(reader))
 
@@ -219,7 +223,8 @@ class LoraLoader:
             raise ConfigError(
                 f"the adapter changes {odd[0]}, which only adapters of model.lora_modules can"
             )
-        reader, number = AdapterReader(adapter, self._rank), len(self.adapters) + slot
+        reader = AdapterReader(adapter, self._rank)
+        number = len(self.adapters) + slot
         sites = [
             PreparedSite(
                 layer,
@@ -231,7 +236,8 @@ class LoraLoader:
         return PreparedAdapter(lora, number, sites, self.replacements, *self._replacing(reader))
 
     def _replacing(self, reader: AdapterReader) -> tuple[Linear | None, Tensor | None]:
-        weight, head = reader.replaced(HEAD, self._head_rows), None
+        weight = reader.replaced(HEAD, self._head_rows)
+        head = None
         if weight is not None:
             assert self._make_head is not None, "an adapter with a head is of a model that has one"
             head = self._make_head(weight.to(self._device, self._dtype))

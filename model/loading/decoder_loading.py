@@ -112,10 +112,12 @@ def check_split(config: DecoderConfig, size: int) -> None:
 
 class _Loader:
     def __init__(self, weights: LayerWeights, place: RankDevice) -> None:
-        self.weights, self.place = weights, place
+        self.weights = weights
+        self.place = place
         self.config, self.ranks = config, _ = weights.config, weights.ranks
         self.folder = weights.checkpoint.folder
-        self.read, self.linear = weights.read, weights.linear
+        self.read = weights.read
+        self.linear = weights.linear
         self.grouped = weights.grouped
         self.head_order = (
             head_order(config.rope, config.head_dim) if config.latent is None else None
@@ -123,7 +125,8 @@ class _Loader:
         self.parts, self.mlps = PartLoader(weights, self.head_order), MlpLoader(weights)
 
     def load(self, progress: Progress) -> Decoder:
-        config, total = self.config, self.config.num_layers + 1
+        config = self.config
+        total = self.config.num_layers + 1
         layers = []
         for number, tensors in enumerate(self.weights.tensors.layers):
             progress("weights", number, total)
@@ -156,7 +159,8 @@ class _Loader:
         return [*(lora for _, lora in self.weights.loras.sites), *self.weights.expert_loras]
 
     def _layer(self, number: int, tensors: LayerTensors) -> DecoderLayer:
-        config, joins_norms = self.config, self.config.joins_qk_norm
+        config = self.config
+        joins_norms = self.config.joins_qk_norm
         latent = state = None
         packing = self.parts.packing(number, tensors)
         if tensors.state is not None:
@@ -201,7 +205,8 @@ class _Loader:
         return heads * self.config.head_dim if self.config.layers.has_output_gates else 0
 
     def _scoring(self, number: int, sinks_name: str | None) -> Scoring:
-        config, sinks = self.config, None
+        config = self.config
+        sinks = None
         if sinks_name is not None:
             heads = share(config.num_heads, self.ranks.rank, self.ranks.size)
             sinks = self.read(sinks_name, rows=heads, dtype=torch.float32)
@@ -224,7 +229,8 @@ class _Loader:
         return make_latent(sizes, weights, self.linear, self.grouped)
 
     def _index(self, tensors: IndexTensors, number: int) -> IndexWeights:
-        config, index = self.config, self.config.index
+        config = self.config
+        index = self.config.index
         assert index is not None, "the layer has an index"
         queries = self.weights.whole(tensors.queries).view(index.num_heads, index.head_dim, -1)
         norm = [self.read(f"{tensors.key_norm.name}.{part}").float() for part in ("weight", "bias")]
@@ -251,11 +257,14 @@ class _Loader:
 
     def _order_of(self, linears: Sequence[LinearTensors]) -> Tensor | None:
         """Return the outputs of this rank's joined layers as kernels rotate them."""
-        has_gates, width = self.config.layers.has_output_gates, self.config.head_dim
+        has_gates = self.config.layers.has_output_gates
+        width = self.config.head_dim
         if self.head_order is None and not has_gates:
             return None
         head_order = torch.arange(width) if self.head_order is None else self.head_order
-        order, gates, first = [], [], 0
+        order = []
+        gates = []
+        first = 0
         for count, units in units_of_rank(linears, self.ranks.rank, self.ranks.size):
             numbers = torch.arange(first, first + count * units.width).view(count, units.width)
             gates.append(numbers[:, width:].flatten())  # behind those of a head's query
@@ -270,7 +279,8 @@ class _Loader:
         if not self.config.label_token_ids:
             return None
         name = EMBEDDING if self.config.tie_word_embeddings else HEAD
-        checkpoint, token_ids = self.weights.checkpoint, self.config.label_token_ids
+        checkpoint = self.weights.checkpoint
+        token_ids = self.config.label_token_ids
         first, *others = (
             checkpoint.read(name, rows=slice(token_id, token_id + 1)).to(
                 self.place.device, torch.float32
@@ -287,7 +297,8 @@ class _Loader:
         if self.config.head != "tokens":
             self.weights.loras.add_heads(slice(None), None)
             return None, False
-        vocab, size = self.config.vocab_size, self.ranks.size
+        vocab = self.config.vocab_size
+        size = self.ranks.size
         is_split = size > 1 and vocab % size == 0
         rows = share(vocab, self.ranks.rank, size) if is_split else slice(None)
         is_tied = self.config.tie_word_embeddings

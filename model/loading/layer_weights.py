@@ -89,15 +89,21 @@ class LayerWeights:
         layout = layout_of(config, checkpoint.shapes())
         self.tensors = decoder_tensors(config, layout)
         self.shapes = self.tensors.shapes()
-        self.config, self.checkpoint = config, checkpoint
-        self.ranks, self.linears, self.loras = ranks, linears, loras
-        self.dtype, self.device = place.dtype, place.device
-        self.grouped_product, self.narrow = place.grouped, place.narrow
+        self.config = config
+        self.checkpoint = checkpoint
+        self.ranks = ranks
+        self.linears = linears
+        self.loras = loras
+        self.dtype = place.dtype
+        self.device = place.device
+        self.grouped_product = place.grouped
+        self.narrow = place.narrow
         self.expert_loras: list[Lora] = []
 
     def columns(self, linears: Sequence[LinearTensors], order: Tensor | None = None) -> Linear:
         """Return layers that ranks share by outputs as one, whose outputs are in `order`."""
-        rank, size = self.ranks.rank, self.ranks.size
+        rank = self.ranks.rank
+        size = self.ranks.size
         parts = [(linear.name, rows) for linear in linears for rows in linear.rows(rank, size)]
         bias = None
         if linears[0].has_bias:
@@ -204,7 +210,8 @@ class LayerWeights:
         order: Tensor | None = None,
     ) -> Linear | None:
         """Return joined layers that a CPU computes in int8; None if it does not."""
-        quantization, read = self.config.quantization, self.checkpoint.read
+        quantization = self.config.quantization
+        read = self.checkpoint.read
         if quantization is None or not isinstance(self.linears, HostLinears):
             return None
         weights = [name + ".weight" for name in names]
@@ -213,7 +220,8 @@ class LayerWeights:
             return None
         if any(self.checkpoint.dtype_of(weight) != how.stored for weight in weights):
             return None
-        numbers, scales = [], []
+        numbers = []
+        scales = []
         for weight, own in zip(weights, rows, strict=True):
             numbers.append(read(weight, rows=own, columns=columns))
             whole = read(how.scale_of(weight)).float().view(-1)
@@ -225,9 +233,11 @@ class LayerWeights:
         if self.config.quantization is None:
             return None
         how = self.config.quantization.of(name)
-        weight, whole = name + ".weight", None
+        weight = name + ".weight"
+        whole = None
         _, inputs = self.shapes[weight]
-        read, packing = self.checkpoint.read, how.packing
+        read = self.checkpoint.read
+        packing = how.packing
         if packing is not None:
             if packing.bits == 4 and packing.has_integers and self._is_packed(packing, name):
                 part = unpacked(packing, self.shapes[weight], lambda part: read(f"{name}.{part}"))

@@ -24,8 +24,12 @@ from baton.protocol.errors import ConfigError
 
 class MlpLoader:
     def __init__(self, weights: LayerWeights) -> None:
-        self.weights, self.config, self.ranks = weights, weights.config, weights.ranks
-        self.read, self.linear, self.grouped = weights.read, weights.linear, weights.grouped
+        self.weights = weights
+        self.config = weights.config
+        self.ranks = weights.ranks
+        self.read = weights.read
+        self.linear = weights.linear
+        self.grouped = weights.grouped
 
     def mlp_or_experts(self, tensors: LayerTensors) -> Mlp | None:
         if tensors.mlp is not None:
@@ -38,7 +42,9 @@ class MlpLoader:
 
     def experts(self, tensors: ExpertTensors) -> ExpertMlp:
         """Return the experts, each of which is split over the ranks as a dense MLP is."""
-        numbers, biases, down_biases = range(tensors.num_experts), None, None
+        numbers = range(tensors.num_experts)
+        biases = None
+        down_biases = None
         if tensors.names.is_interleaved:
             own = share(tensors.width, self.ranks.rank, self.ranks.size)
             biases = deinterleaved(self.read(f"{tensors.stacked_gate_up}_bias"), own)
@@ -58,8 +64,10 @@ class MlpLoader:
         )
 
     def _adapters(self, tensors: ExpertTensors) -> ExpertAdapters | None:
-        width, hidden = tensors.width, tensors.hidden
-        own, every = share(width, self.ranks.rank, self.ranks.size), slice(0, hidden)
+        width = tensors.width
+        hidden = tensors.hidden
+        own = share(width, self.ranks.rank, self.ranks.size)
+        every = slice(0, hidden)
         experts = [tensors.expert(number) for number in range(tensors.num_experts)]
         gate_ups = [tuple(linear.name for linear in expert.gate_up) for expert in experts]
         gate_up = self.weights.expert_lora(
@@ -81,9 +89,11 @@ class MlpLoader:
         return self.linear(self.weights.whole(inner)), self.linear(self.weights.whole(outer))
 
     def _router(self, tensors: ExpertTensors) -> Router:
-        experts, name = self.config.experts, tensors.router.name
+        experts = self.config.experts
+        name = tensors.router.name
         assert experts is not None, "the layer has experts"
-        how, choice = experts.routing, (experts.num_experts_per_tok, experts.norm_topk_prob)
+        how = experts.routing
+        choice = (experts.num_experts_per_tok, experts.norm_topk_prob)
         if tensors.names.routing == "input_sigmoid":
             return SigmoidRouter(self.linear(self.read(name + ".weight")), choice[0])
         if how is None:
@@ -107,7 +117,8 @@ class MlpLoader:
         return SharedExpert(gate, self._mlp(tensors.shared))
 
     def _gate_up_of(self, tensors: ExpertTensors, number: int) -> AnyWeight:
-        width, name = tensors.width, tensors.stacked_gate_up
+        width = tensors.width
+        name = tensors.stacked_gate_up
         own = share(width, self.ranks.rank, self.ranks.size)
         if tensors.names.is_interleaved:
             return deinterleaved(self.read(name, item=number), own).T.contiguous()
@@ -120,7 +131,8 @@ class MlpLoader:
         return self.weights.weight(names, (own,) * len(names), None, is_expert=True)
 
     def _down_of(self, tensors: ExpertTensors, number: int) -> AnyWeight:
-        own, name = share(tensors.width, self.ranks.rank, self.ranks.size), tensors.stacked_down
+        own = share(tensors.width, self.ranks.rank, self.ranks.size)
+        name = tensors.stacked_down
         if tensors.names.is_interleaved:
             return self.read(name, rows=own, item=number).T.contiguous()
         if tensors.layout == "transposed":

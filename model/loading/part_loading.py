@@ -27,8 +27,11 @@ from baton.model.loading.layer_weights import LayerWeights
 
 class PartLoader:
     def __init__(self, weights: LayerWeights, head_order: Tensor | None) -> None:
-        self.weights, self.config, self.ranks = weights, weights.config, weights.ranks
-        self.read, self.linear = weights.read, weights.linear
+        self.weights = weights
+        self.config = weights.config
+        self.ranks = weights.ranks
+        self.read = weights.read
+        self.linear = weights.linear
         self.head_order = head_order  # of numbers as kernels rotate them, if it is another one
 
     def packing(self, number: int, tensors: LayerTensors) -> Packing | None:
@@ -39,7 +42,8 @@ class PartLoader:
     def _joined_norms(self, q_norm: NormTensor | None, k_norm: NormTensor | None) -> JoinedNorms:
         assert q_norm is not None, "the family has norms of queries and keys"
         assert k_norm is not None, "the family has norms of queries and keys"
-        config, ranks = self.config, self.ranks
+        config = self.config
+        ranks = self.ranks
         norms = [self.weights.norm(q_norm), self.weights.norm(k_norm)]
         if (order := self.head_order) is not None:
             norms = [norm.view(-1, config.head_dim)[:, order].flatten() for norm in norms]
@@ -47,7 +51,8 @@ class PartLoader:
         return JoinedNorms(norms[0], norms[1], copies, config.rms_norm_eps, ranks)
 
     def _value_norms(self, number: int) -> ValueNorms | None:
-        config, kinds = self.config, self.config.kinds
+        config = self.config
+        kinds = self.config.kinds
         if kinds is None or not config.stores_keys(number):
             return None
         _, kv_heads, width = self._heads_of(number)
@@ -72,7 +77,8 @@ class PartLoader:
         return norms if self.head_order is None else norms[:, self.head_order].contiguous()
 
     def query_scales(self, number: int) -> QueryScales | None:
-        config, chunks = self.config, self.config.chunks
+        config = self.config
+        chunks = self.config.chunks
         if chunks is None or chunks.temperature is None or config.rotates(number):
             return None
         span = chunks.temperature.span
@@ -106,7 +112,8 @@ class PartLoader:
         gate, projection = (
             self.linear(self.weights.whole(linear)) for linear in (tensors.gate, tensors.projection)
         )
-        eps, how = self.config.rms_norm_eps, self.config.layers.gate
+        eps = self.config.rms_norm_eps
+        how = self.config.layers.gate
         assert how is not None, "layers with inputs have gates"
         norm = self.weights.norm(tensors.norm)
         return LayerEnd(factor, InputPart(gate, projection, norm, how, eps))

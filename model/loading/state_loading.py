@@ -19,7 +19,9 @@ def load_state(
     The outputs of the first are the channels, group by group, then the gates of the norm, those of
     what a token adds, and the steps.
     """
-    config, ranks, read = weights.config, weights.ranks, weights.read
+    config = weights.config
+    ranks = weights.ranks
+    read = weights.read
     state = config.state
     assert state is not None, "the layer has a state"
     shape = state.shape(config.num_kv_heads, ranks.size)
@@ -79,11 +81,14 @@ def _load_key_delta(
     assert tensors.norm is not None, "heads have matrices"
     assert tensors.rates is not None, "heads have matrices"
     assert tensors.step_biases is not None, "heads have matrices"
-    read, heads, width = weights.read, state.num_heads, state.value_dim
+    read = weights.read
+    heads = state.num_heads
+    width = state.value_dim
     taps = torch.cat([read(name, dtype=torch.float32)[:, 0] for name in tensors.taps])
     rates = -read(tensors.rates, dtype=torch.float32).flatten().exp()
     gates, steps = (weights.linear(read(f"{one.name}.weight")) for one in tensors.expansions)
-    to_gates, to_steps = state.num_channels, state.num_channels + heads * width
+    to_gates = state.num_channels
+    to_steps = state.num_channels + heads * width
     found = StateWeights(
         taps=taps.T[None].contiguous(),
         norm=read(f"{tensors.norm.name}.weight", dtype=torch.float32).repeat(heads),

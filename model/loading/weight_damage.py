@@ -60,7 +60,8 @@ class TensorRows:
         self._float = _FLOATS.get(entry.dtype)
         self._is_weight = _IS_NO_WEIGHT.fullmatch(name) is None
         *stacked, num_rows, _ = entry.shape if len(entry.shape) > 1 else (1, 1)
-        self._num_matrices, self._num_rows = math.prod(stacked), num_rows
+        self._num_matrices = math.prod(stacked)
+        self._num_rows = num_rows
         self._row_bytes = (last - first) // max(1, self._num_matrices * num_rows)
         has_rows = self._is_weight and num_rows >= MIN_ROWS and 0 < self._row_bytes <= max_bytes
         self._has_rows = has_rows

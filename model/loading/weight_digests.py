@@ -158,7 +158,8 @@ class WeightDigest:
         buffer = bytearray(CHUNK_BYTES)
         with file.open("rb", buffering=0) as stream:
             for stored in sorted(self._tensors[file], key=lambda stored: stored.entry.data_offsets):
-                entry, rows = stored.entry, TensorRows(stored.name, stored.entry, CHUNK_BYTES)
+                entry = stored.entry
+                rows = TensorRows(stored.name, stored.entry, CHUNK_BYTES)
                 digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
                 digest.update(f"{stored.name} {entry.dtype} {entry.shape}\0".encode())
                 for num_bytes in self._chunks(stream, stored, rows.chunk_bytes, buffer):

@@ -125,7 +125,8 @@ def of_codebook(packing: Packing, shape: tuple[int, ...], read: Callable[[str], 
 
     `read` returns one of the tensors by the end of its name.
     """
-    codes, scales = read("weight").flatten().int(), read("weight.absmax")
+    codes = read("weight").flatten().int()
+    scales = read("weight.absmax")
     numbers = read("weight.quant_map").float()[torch.stack((codes >> 4, codes & 15), -1).flatten()]
     if packing.codebook.is_nested:
         nested = read("weight.nested_absmax").repeat_interleave(NESTED_BLOCK)[: len(scales)]
@@ -155,7 +156,8 @@ def of_fp4(packing: Packing, read: Callable[[str], Tensor]) -> Tensor:
 
 def _pairs(codes: Tensor) -> Tensor:
     """Return the two numbers in each byte of `[…, count]` as `[…, 2 * count]`, the lower first."""
-    numbers, byte = torch.cat((_FP4, -_FP4)), torch.arange(256)
+    numbers = torch.cat((_FP4, -_FP4))
+    byte = torch.arange(256)
     pairs = torch.stack((numbers[byte & 15], numbers[byte >> 4]), dim=-1)
     return F.embedding(codes.int(), pairs).flatten(-2)
 
@@ -243,7 +245,8 @@ def unpacked(packing: Packing, shape: tuple[int, ...], read: Callable[[str], Ten
         order = _AWQ_ORDER if is_awq else None
         numbers = _integers(read("qweight"), bits, int(is_awq), order).T
         zeros = _integers(read("qzeros"), bits, 1, order).T + packing.zero_offset
-        zeros, scales = zeros & ((1 << bits) - 1), scales.T
+        zeros = zeros & ((1 << bits) - 1)
+        scales = scales.T
         if packing.order:
             groups = read(packing.order).long()
     return Packed(numbers, scales, zeros, groups)

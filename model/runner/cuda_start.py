@@ -135,7 +135,8 @@ def _what_to_free(memory: GpuMemory) -> str:
 
 
 # Short prompts of one captured step, and their tokens.
-PROMPTS, PROMPT_TOKENS = 8, (64, 128, 192, 256, 384, 512)
+PROMPTS = 8
+PROMPT_TOKENS = (64, 128, 192, 256, 384, 512)
 POOL_SHARE = 0.9  # the share of the memory that the weights and the largest step leave
 CONTEXT_BYTES = 1 << 29  # about what CUDA itself takes for a process
 
@@ -274,7 +275,8 @@ def _slice(name: str, start: int, length: int, probe: Runner) -> Slice:
     """Return a slice whose keys and values are all in block 0."""
     num_blocks = -(-(start + length) // probe.cache.pool.shape[4])
     sampling = Sampling(seed=0, max_tokens=1, top_p=0.9)
-    tokens, table = (0,) * length, (0,) * num_blocks
+    tokens = (0,) * length
+    table = (0,) * num_blocks
     return Slice(Key(RequestId(name)), start, length, tokens, table, (0,), sampling, 1)
 
 

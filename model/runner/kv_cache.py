@@ -110,7 +110,8 @@ def _parts(
 def pool_shape(
     config: AnyConfig, cache: CacheConfig, num_ranks: int, num_blocks: int, dtype: torch.dtype
 ) -> tuple[int, ...]:
-    group, kv_heads = _group(config, dtype), _num_kv_heads(config, num_ranks)
+    group = _group(config, dtype)
+    kv_heads = _num_kv_heads(config, num_ranks)
     width = group.width + (dtype == torch.uint8)
     return (num_blocks, kv_heads, group.num_layers, group.planes, cache.block_size, width)
 

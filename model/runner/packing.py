@@ -62,7 +62,8 @@ class PackedWords:
         self._size = 0
 
     def put(self, values: ArrayLike, dtype: torch.dtype = torch.int64) -> ArraySpan:
-        array, first = np.asarray(values, NUMPY[dtype]), self._size
+        array = np.asarray(values, NUMPY[dtype])
+        first = self._size
         self._size += -(-array.size // 2) if dtype == torch.int32 else array.size
         self._arrays.append((first, array))
         return ArraySpan(first, self._size, array.shape, dtype)
@@ -238,16 +239,19 @@ class Packer:
         self._adapters = {name: i for i, name in enumerate(("", *model.lora_modules), NO_ADAPTER)}
         self._num_adapters = len(model.lora_modules) + model.num_lora_slots
         self.buckets: Sequence[Bucket] = ()
-        self._block_size, self._state_blocks = model.block_size, model.state_blocks
+        self._block_size = model.block_size
+        self._state_blocks = model.state_blocks
         self._eos_token_ids = model.eos_token_ids
         self._tables = tables
         self._allocate = allocate
         self._sampled = TokenRing()
-        self._masks, self._counts = masks, counts
+        self._masks = masks
+        self._counts = counts
         self._sampled_at = sampled_at
 
     def pack(self, plan: StepPlan) -> PackedStep:
-        lists, chunks = _Lists(), []
+        lists = _Lists()
+        chunks = []
         if self._masks is not None:
             self._masks.begin_step()
         if self._counts is not None:
@@ -342,7 +346,10 @@ class Packer:
         )
 
     def _add_tokens(self, lists: _Lists, part: Slice) -> None:
-        start, length, table, size = part.start, part.length, part.block_table, self._block_size
+        start = part.start
+        length = part.length
+        table = part.block_table
+        size = self._block_size
         if length == 1:  # a decode step, for which an array of one element costs more than it saves
             if part.token_ids:
                 lists.ids.append(part.token_ids[0])
@@ -353,7 +360,8 @@ class Packer:
             lists.slots.append(table[start // size] * size + start % size)
             return
         lists.ids += part.token_ids
-        own, first = np.arange(start, start + length), start // size
+        own = np.arange(start, start + length)
+        first = start // size
         blocks = np.array(table[first:])[own // size - first]
         lists.positions += own.tolist()
         lists.slots += (blocks * size + own % size).tolist()
@@ -412,7 +420,8 @@ class Packer:
         assert self._tables is not None
         if len(slices) >= len(self._tables.blocks):
             raise InvariantBroken(f"{len(slices)} sequences are too many for the tables")
-        width, start = 0, 0
+        width = 0
+        start = 0
         for index, part in enumerate(slices):
             end = part.start + part.length
             num_blocks = -(-end // self._block_size)
@@ -436,7 +445,8 @@ class Packer:
         is_padded: bool = False,
     ) -> StepInputs:
         """Lay all inputs into one piece of memory; the changes of tables come last."""
-        num_samples, into = len(lists.samples), PackedWords()
+        num_samples = len(lists.samples)
+        into = PackedWords()
         padded = [(*ids, *(-1,) * (width - len(ids))) for ids in held_back]
         inputs = StepInputs(
             tokens=into.put((lists.ids, lists.positions, lists.slots)),
@@ -498,7 +508,8 @@ class Packer:
 
     def _adapted(self, into: PackedWords, adapters: list[int]) -> AdaptedPlaces:
         """Lay the rows that have an adapter, in the order of the adapters."""
-        of_row, numbers = np.array(adapters, np.int64), np.arange(self._num_adapters)
+        of_row = np.array(adapters, np.int64)
+        numbers = np.arange(self._num_adapters)
         order = np.argsort(of_row, kind="stable")[np.count_nonzero(of_row == NO_ADAPTER) :]
         if not len(order):
             return None

@@ -216,7 +216,8 @@ class OpenedPool:
                     ends = memory.blocks.data_ptr(), self._blocks.data_ptr()
                     stream = memory.stream.cuda_stream
                     for first, other, count in runs_of(local, remote):
-                        target, source = ends[0] + first * num_bytes, ends[1] + other * num_bytes
+                        target = ends[0] + first * num_bytes
+                        source = ends[1] + other * num_bytes
                         memory.driver.copy(target, source, count * num_bytes, stream)
                 else:
                     ids = torch.from_numpy(np.stack((remote, local)).astype(np.int32)).pin_memory()
@@ -261,7 +262,9 @@ class CudaDriver:
 
     def export(self, address: int) -> tuple[bytes, int]:
         """Return the handle of the allocation around `address`, and the allocation's start."""
-        base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
+        base = ctypes.c_uint64()
+        size = ctypes.c_size_t()
+        handle = _Handle()
         try:
             self._call(
                 "cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size),

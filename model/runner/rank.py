@@ -89,7 +89,8 @@ from baton.runtime.log import logger
 
 STEP_LIMITS = {"cpu": (512, 64), "cuda": (2048, 256)}  # tokens and sequences of one step
 # From malloc.h; the largest threshold that glibc takes.
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
 KEPT_BYTES = 32 << 20
 
 log = logger("rank")
@@ -129,7 +130,8 @@ class LoadedRank:
 
         Raises `ConfigError` for one that does not fit.
         """
-        loras, config = self.runner.loras, self.plan.decoder
+        loras = self.runner.loras
+        config = self.plan.decoder
         if loras is None or not loras.space.num_slots or not isinstance(config, DecoderConfig):
             raise ConfigError("the node was started without model.allow_runtime_lora_updating")
         adapter = read_adapter(load.name, Path(load.path), config)
@@ -366,7 +368,8 @@ def load_runner(
     cache = host_cache(pool, shape, plan.pool_dtype, states, of_index)
     progress("kv pool", 1, 1)
     num_heads, _ = local_heads(plan.decoder, ranks.size)
-    wide, index = wide_heads(plan.decoder, ranks.size), _index_pool(plan, cache)
+    wide = wide_heads(plan.decoder, ranks.size)
+    index = _index_pool(plan, cache)
     sizes = num_heads, *_rotation(plan), PoolParts(states, wide, index)
     backend = (
         CpuBackend(library, cache.pool, *sizes) if library else PlainBackend(cache.pool, *sizes)

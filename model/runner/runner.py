@@ -172,7 +172,8 @@ class Runner:
         for index in unsampled:
             tokens[index] = ()
         failed = tuple((index, why) for index, why in unsampled.items() if why)
-        started_s, self._ended_s = max(launched_s, self._ended_s), self._clock()
+        started_s = max(launched_s, self._ended_s)
+        self._ended_s = self._clock()
         return StepResult(
             plan.step_id, tuple(tokens), started_s, self._ended_s, failed, logprobs, of_prompts,
             tuple(pooled.items()),
@@ -246,7 +247,8 @@ class Runner:
         if inputs.targets is None:
             return []
         parts = [part for part in step.plan.slices if part.targets]
-        lengths, next_ids = [len(part.targets) for part in parts], inputs.targets[1]
+        lengths = [len(part.targets) for part in parts]
+        next_ids = inputs.targets[1]
         pieces = torch.split(hidden, lengths), torch.split(next_ids.of(inputs.words), lengths)
         return [
             packed_prompt(partial(self._logits_of, part.lora), own, tokens, part.num_top).view(-1)
@@ -279,7 +281,8 @@ class Runner:
         logits = self.decoder.logits(hidden, self.backend, batch.adapted_samples)
         if inputs.repeats is not None:
             repeats = inputs.repeats.of(inputs.words)
-            logits, is_broken = logits[repeats], is_broken[repeats]
+            logits = logits[repeats]
+            is_broken = is_broken[repeats]
         places = inputs.places.of(inputs.words)
         if not len(places):
             return places

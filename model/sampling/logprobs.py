@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from baton.protocol.messages import TokenLogprobs
 
 # Rows at a time, which bounds memory: of logits, and of their weights in fp64.
-_LOGITS_ROWS, _ROWS = 64, 8
+_LOGITS_ROWS = 64
+_ROWS = 8
 
 
 def packed_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
@@ -41,7 +42,8 @@ def unpacked_logprobs(words: Sequence[int]) -> TokenLogprobs:
 
 
 def _packed(logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
-    token_ids, logits = token_ids[:, None], logits.float()
+    token_ids = token_ids[:, None]
+    logits = logits.float()
     largest = logits.amax(dim=1, keepdim=True)
     total = largest + _sum((logits - largest).exp().double()).log()
     chosen = logits.gather(1, token_ids)

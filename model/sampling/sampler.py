@@ -114,7 +114,8 @@ class Sampler:
     ) -> None:
         """`counts` takes the place of the penalties that a packer would compute."""
         self.eos_token_ids = eos_token_ids
-        self.masks, self.counts = masks, counts
+        self.masks = masks
+        self.counts = counts
         self._kernel = kernel
         self._steps: dict[tuple[int, torch.device], Tensor] = {}
 

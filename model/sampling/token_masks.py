@@ -89,7 +89,8 @@ class TokenMasks:
 
     def begin_step(self) -> None:
         """Forget the sequences that were not part of the last plan."""
-        self._last, self._outputs = self._outputs, {}
+        self._last = self._outputs
+        self._outputs = {}
 
     def mask(
         self, part: Slice, tokens: tuple[int, ...], held_back: tuple[int, ...]
@@ -134,7 +135,8 @@ class TokenMasks:
     def _begin(
         self, sampling: Sampling, past: tuple[int, ...], num_prompt_tokens: int
     ) -> _Output | NoMask:
-        matcher, words = None, None
+        matcher = None
+        words = None
         if sampling.grammar:
             future, is_new = self._compile(sampling.grammar)
             try:

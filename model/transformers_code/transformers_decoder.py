@@ -46,7 +46,9 @@ MODEL_ERRORS = (
 )  # fmt: skip
 # One expert after the other: the products of all at once give a row other bits in each batch.
 EXPERTS = {"cpu": {"experts_implementation": "eager"}, "cuda": {}}
-TRIAL_TOKENS, TRIAL_CUTS, BESIDE = 150, (0, 64, 101, 149, 150), 5
+TRIAL_TOKENS = 150
+TRIAL_CUTS = (0, 64, 101, 149, 150)
+BESIDE = 5
 
 
 class LayerHeads(NamedTuple):
@@ -165,7 +167,9 @@ class TransformersDecoder:
     def __init__(
         self, model: Any, attention: PagedAttention, ranks: Ranks, made: list[Linear]
     ) -> None:
-        self.model, self.attention, self.ranks = model, attention, ranks
+        self.model = model
+        self.attention = attention
+        self.ranks = ranks
         self.source = f"transformers {version()}"
         self.keeps_bits = False  # as a trial has shown
         self.bare: BareLinears | None = None
@@ -261,13 +265,15 @@ def load_transformers(
         decoder.bare = BareLinears(linears)
     if (seen := heads_of(decoder, config.num_layers)) != (config.num_heads, config.num_kv_heads):
         raise ConfigError(f"{folder}: all layers attend with {seen}, but a small copy did not")
-    attention.width, attention.dtype = config.head_dim, dtype
+    attention.width = config.head_dim
+    attention.dtype = dtype
     return decoder
 
 
 def with_row_linears(model: Any, make: Callable[..., Linear]) -> list[Linear]:
     """Replace every `nn.Linear`, one at a time, so that few weights are in memory twice."""
-    made, head = [], model.get_output_embeddings()
+    made = []
+    head = model.get_output_embeddings()
     # A list of all modules would keep every weight until the last is packed.
     for parent in [module for module in model.modules() if type(module) is not nn.Linear]:
         for name, child in list(parent.named_children()):
@@ -284,7 +290,8 @@ def heads_of(decoder: TransformersDecoder, num_layers: int) -> tuple[int, int]:
 
     Raises `ConfigError` unless each layer attends once and all in the same way.
     """
-    attention, device = decoder.attention, decoder.model.device
+    attention = decoder.attention
+    device = decoder.model.device
     attention.backend = None
     attention.seen.clear()
     ids = torch.arange(3, 6, device=device)[None]
@@ -319,10 +326,12 @@ def in_chunks(
     used.
     """
     per_sequence = -(-len(ids) // block_size)
-    table, other = tuple(range(1, per_sequence + 1)), (0,)
+    table = tuple(range(1, per_sequence + 1))
+    other = (0,)
     logits = []
     for start, end in pairwise(cuts):
-        own, others = torch.arange(start, end), torch.arange(beside)
+        own = torch.arange(start, end)
+        others = torch.arange(beside)
         chunks = (Chunk(0, 0, beside, other), Chunk(beside, start, end - start, table))
         batch = Batch(
             torch.cat((ids[:beside].flip(0), ids[start:end])), torch.cat((others, own)),
@@ -343,7 +352,8 @@ def try_rows(decoder: TransformersDecoder, backend: Backend, pool: Tensor, vocab
 
     Raises `ConfigError` if a logit is not a finite number.
     """
-    num_blocks, block_size = len(pool), pool.shape[4]
+    num_blocks = len(pool)
+    block_size = pool.shape[4]
     ids = trial_ids(vocab_size)
     if num_blocks <= -(-TRIAL_TOKENS // block_size) or block_size < BESIDE:
         return

@@ -43,7 +43,10 @@ from baton.protocol.errors import ConfigError
 KINDS = {"full_attention", "sliding_attention"}
 LARGEST_ERROR = 1e-3  # of the largest logit, in fp32; a mask or a state that is lost gives 1e-2
 BLOCK_SIZE = 16
-VOCAB, WIDTH, EXPERT_WIDTH, SHORT = 512, 64, 16, 40
+VOCAB = 512
+WIDTH = 64
+EXPERT_WIDTH = 16
+SHORT = 40
 _WIDTHS = re.compile(r"intermediate|ffn|n_inner|mlp_hidden")
 # Lengths beyond which a model computes in another way; a trial has to cross them.
 _LENGTHS = re.compile(
@@ -211,7 +214,8 @@ def _compare(model: Any) -> tuple[int, int, int]:
 
 def _in_blocks(decoder: TransformersDecoder, ids: Tensor, sizes: tuple[int, int, int]) -> Tensor:
     heads, kv_heads, width = sizes
-    num_blocks, num_layers = len(ids) // BLOCK_SIZE + 2, len(decoder.attention.seen)
+    num_blocks = len(ids) // BLOCK_SIZE + 2
+    num_layers = len(decoder.attention.seen)
     pool = torch.zeros(num_blocks, kv_heads, num_layers, 2, BLOCK_SIZE, width)
     backend = PlainBackend(pool, heads, [unrotated(width, len(ids))], 0.0)
     return in_chunks(decoder, backend, BLOCK_SIZE, ids, TRIAL_CUTS)

@@ -50,7 +50,8 @@ class StepCopies:
 
         Where fewer than `num_kept_free` blocks would stay free, it is not kept.
         """
-        pool, position = self._pool, sequence.num_planned_tokens
+        pool = self._pool
+        position = sequence.num_planned_tokens
         # A token that is computed once more is in the state already.
         if position not in sequence.checkpoints or position != sequence.num_state_tokens:
             return
@@ -67,9 +68,11 @@ class StepCopies:
 
     def take(self, step_id: int) -> tuple[Copy, ...]:
         """Return the copies of a step that is launched now."""
-        copies, self._next = tuple(self._next), []
+        copies = tuple(self._next)
+        self._next = []
         if self._saving:
-            self._launched[step_id], self._saving = self._saving, []
+            self._launched[step_id] = self._saving
+            self._saving = []
         return copies
 
     def settle(self, plan: StepPlan) -> None:
@@ -80,7 +83,9 @@ class StepCopies:
 
     def drop(self) -> None:
         """Give up the copies of the next step, because no sequence is left that needs them."""
-        copies, self._next, self._saving = self._next, [], []
+        copies = self._next
+        self._next = []
+        self._saving = []
         self._release(copies)
 
     def _release(self, copies: Iterable[Copy]) -> None:
@@ -103,13 +108,15 @@ def reserve(
     the blocks that the cache lacks, so no checkpoint is needed.
     """
     hashes = sequence.hash_blocks(pool.block_size, num_cacheable_tokens)
-    num_known, checkpoint = len(hashes), list[BlockHash]()
+    num_known = len(hashes)
+    checkpoint = list[BlockHash]()
     needs_checkpoint = is_computed and pool.state_blocks > 0
     if needs_checkpoint:
         num_known = len(pool.cache.lookup(hashes))
         num_reused, checkpoint = _last_checkpoint(pool, hashes[:num_known])
         hashes = hashes[:num_reused]
-    cached, saved = pool.match(hashes), pool.match(checkpoint)
+    cached = pool.match(hashes)
+    saved = pool.match(checkpoint)
     num_fresh = pool.blocks_for(sequence.num_tokens) - len(cached)
     if num_fresh + pool.state_blocks + num_kept_free > pool.num_free:
         pool.release([*cached, *saved])
@@ -152,7 +159,8 @@ def _positions(
     The blocks of `num_shared_tokens` were cached, so another prompt has begun with the same tokens,
     and the next one may.
     """
-    unit, last = _unit(pool), sequence.num_tokens - 1
+    unit = _unit(pool)
+    last = sequence.num_tokens - 1
     of_state = pool.state_blocks * pool.block_size / MAX_SHARE
     spacing = blocks_for(round(of_state), unit) * unit
     wanted = {last // unit * unit, num_shared_tokens // unit * unit, *range(spacing, last, spacing)}

@@ -38,7 +38,8 @@ class PrefixOffers:
 
     def wanted(self, report: PrefixWanted) -> None:
         """Offer the blocks of the longest cached prefix, or say that there is none."""
-        pool, key = self._pool, report.key
+        pool = self._pool
+        key = report.key
         blocks = pool.match(unpack_hashes(report.hashes))
         num_lent = sum(map(len, self._lent.values())) + len(blocks)
         if len(blocks) <= report.num_held_blocks or num_lent > MAX_LENT_SHARE * pool.num_blocks:

@@ -112,9 +112,11 @@ class Outputs:
     def take_router_messages(self) -> list[tuple[Origin, ToRouter]]:
         for origin in list(self._entries):
             self.flush(origin)
-        taken, self.to_routers = self.to_routers, []
+        taken = self.to_routers
+        self.to_routers = []
         return taken
 
     def take_connector_events(self) -> list[ConnectorEvent]:
-        taken, self.to_connector = self.to_connector, []
+        taken = self.to_connector
+        self.to_connector = []
         return taken

@@ -55,7 +55,8 @@ def problem_of(
     """
     num_tokens = len(message.token_ids)
     num_output = num_tokens - message.num_prompt_tokens
-    first, end = message.key.choice, message.key.choice + message.num_choices
+    first = message.key.choice
+    end = message.key.choice + message.num_choices
     if not 0 <= first < end <= MAX_CHOICES:
         text = f"choices {first} to {end - 1} are not all between 0 and {MAX_CHOICES - 1}"
         return MalformedMessage(text)

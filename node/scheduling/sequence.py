@@ -100,11 +100,13 @@ class Sequence:
 
         `guesses` of the tokens after them are computed too.
         """
-        start, end = self.num_planned_tokens, self.num_planned_tokens + length
+        start = self.num_planned_tokens
+        end = self.num_planned_tokens + length
         self.num_planned_tokens = end + len(guesses)
         num_held = self._advance_state(start, end)
         self.num_unsettled += 1
-        sampling, past = self.sampling, None
+        sampling = self.sampling
+        past = None
         num_top = sampling.prompt_logprobs
         targets: tuple[int, ...] = ()
         if num_top is not None:

@@ -48,7 +48,9 @@ class ClusterAdapters:
     def __init__(
         self, registry: Registry, send: Callable[[NodeId, ToNode], None], epoch: Epoch
     ) -> None:
-        self._registry, self._send, self._epoch = registry, send, epoch
+        self._registry = registry
+        self._send = send
+        self._epoch = epoch
         self._list = AdapterList()
         self._reported: dict[NodeId, tuple[AdapterEntry, ...]] = {}
         self._pending: _Pending | None = None

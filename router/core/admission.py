@@ -246,7 +246,9 @@ class Admission:
     """
 
     def __init__(self, config: RouterConfig, registry: Registry, policy: CheapestPair) -> None:
-        self._config, self._registry, self._policy = config, registry, policy
+        self._config = config
+        self._registry = registry
+        self._policy = policy
         self._inflight: dict[RequestId, Tenant] = {}
         self._presence = Presence()
         self._resumes: dict[Key, QueuedAttempt] = {}
@@ -304,7 +306,8 @@ class Admission:
             text = f"requests with {self._num_tokens} prompt tokens are waiting already"
         retry_s = self._retry_after_s(now_s)
         full = Overloaded(text, code="queue_full", http_status=429, retry_after_s=retry_s)
-        largest, own = self._fair.largest(max_queued), self._fair.share_of(tenant)
+        largest = self._fair.largest(max_queued)
+        own = self._fair.share_of(tenant)
         if largest is None:
             raise full
         if own.fill(max_queued, 1, num_tokens) >= largest.fill(max_queued):
@@ -355,7 +358,9 @@ class Admission:
         """
         if self._looked_at == self._news() and now_s - self._looked_s < LOOK_S:
             return
-        num_passed, kept, blocked = 0, set[NodeId](), set[str]()
+        num_passed = 0
+        kept = set[NodeId]()
+        blocked = set[str]()
         for waiting in self._in_order(blocked):
             selection = waiting.selection
             is_new = selection.key in self._new
@@ -381,7 +386,8 @@ class Admission:
                     kept.update(decision.full)
                 if num_passed > MAX_PASSED:
                     break
-        self._looked_at, self._looked_s = self._news(), now_s
+        self._looked_at = self._news()
+        self._looked_s = now_s
 
     def _absent(self, selection: SelectNodes) -> frozenset[Role]:
         """Return the roles that have no node in service and are needed."""
@@ -436,7 +442,8 @@ class Admission:
 
     def _late(self, now_s: float, waiting: QueuedAttempt) -> Failure:
         """Return why an attempt waits no longer."""
-        code, text = "no_nodes", "no node that is in service can take this request"
+        code = "no_nodes"
+        text = "no node that is in service can take this request"
         if absent := self._absent(waiting.selection):
             text += f": there is no {' and no '.join(sorted(absent))} node"
         if waiting.unplaceable_at != self._registry.version:

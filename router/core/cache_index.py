@@ -54,7 +54,8 @@ class CacheIndex:
         known.keys -= removed
         self._clear(known.index, removed)
         room = self._max_blocks - len(known.keys)
-        added, bit = unpack_keys(changes.added)[:room], 1 << known.index
+        added = unpack_keys(changes.added)[:room]
+        bit = 1 << known.index
         known.keys.update(added)
         for key in added:
             self._holders[key] = self._holders.get(key, 0) | bit
@@ -80,7 +81,8 @@ class CacheIndex:
         found: dict[int, tuple[NodeId, ...]] = {}
         if not keys:
             return found
-        having, num_blocks = self._holders.get(keys[0], 0), 0
+        having = self._holders.get(keys[0], 0)
+        num_blocks = 0
         while having:
             num_blocks += 1
             is_last = num_blocks == len(keys)
@@ -91,7 +93,8 @@ class CacheIndex:
         return found
 
     def _clear(self, index: int, keys: set[BlockKey]) -> None:
-        bit, holders = 1 << index, self._holders
+        bit = 1 << index
+        holders = self._holders
         for key in keys:
             if left := holders[key] & ~bit:
                 holders[key] = left

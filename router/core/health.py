@@ -69,11 +69,13 @@ def can_serve(registry: Registry, mode: LocalPrefill, *, is_pooled: bool = False
 def health_of(
     now_s: float, registry: Registry, mode: LocalPrefill, queue: Admission, oldest_wait_s: float
 ) -> Health:
-    nodes, transfers = nodes_health(now_s, registry), registry.pairs.transfers(now_s)
+    nodes = nodes_health(now_s, registry)
+    transfers = registry.pairs.transfers(now_s)
     status, message = _status(registry, mode, nodes)
     failing = tuple(one for one in transfers if one.reason)
     if status == "ready" and failing:
-        status, message = "degraded", "handoffs between some pairs of nodes fail"
+        status = "degraded"
+        message = "handoffs between some pairs of nodes fail"
     return Health(
         status,
         nodes,

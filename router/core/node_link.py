@@ -74,7 +74,8 @@ class NodeLink:
     ) -> None:
         """Bind the endpoint. Raises `ConfigError`. An event loop must be running."""
         self._refusals_to_tell = 1
-        self._on_batch, self._drain = on_batch, drain
+        self._on_batch = on_batch
+        self._drain = drain
         self._channels = channels
         try:
             self._listener = channels.listen(endpoint, to_node_codec(), to_router_codec())
@@ -161,7 +162,8 @@ class NodeLink:
         self._again = self._loop.call_soon(self.read)
 
     def _heard(self, received: Received[ToRouter]) -> Heard:
-        name, message = name_of(received.peer), received.message
+        name = name_of(received.peer)
+        message = received.message
         if name == OPERATOR:
             if isinstance(message, DrainNode):
                 self._listener.send(received.peer, self._drain(message.node_id))
@@ -207,7 +209,8 @@ class NodeLink:
         yield node, hello
 
     def _flush(self) -> None:
-        outgoing, self._outgoing = self._outgoing, []
+        outgoing = self._outgoing
+        self._outgoing = []
         for session, encoded in outgoing:
             self._listener.send_encoded(session.peer, encoded)
 
@@ -333,7 +336,8 @@ class NodeNotifier:
 
     def judge(self, now_s: float, ended: HandoffEnded) -> None:
         """Note what a handoff shows about its pair. A change is logged."""
-        pairs, failure = self._registry.pairs, ended.failure
+        pairs = self._registry.pairs
+        failure = ended.failure
         names = {"prefill": ended.prefill[0], "decode": ended.decode[0]}
         if failure is None:
             if pairs.worked(ended.prefill, ended.decode):

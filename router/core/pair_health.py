@@ -155,7 +155,8 @@ class Hosts(msgspec.Struct, frozen=True):
 
 def hosts_of(prefills: Sequence[NodeInfo], decodes: Sequence[NodeInfo]) -> Hosts:
     """Return the hosts of these nodes, which are all nodes in service."""
-    first, second = _by_way(prefills), _by_way(decodes)
+    first = _by_way(prefills)
+    second = _by_way(decodes)
     shared = tuple(Host(tuple(first[way]), tuple(second[way])) for way in first if way in second)
     num_nodes = len(prefills) + len(decodes)
     is_one = any(len(one.prefills) + len(one.decodes) == num_nodes for one in shared)

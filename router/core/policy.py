@@ -26,7 +26,8 @@ OUTPUT_WEIGHT = 0.05
 # A handoff takes as long as computing this many tokens. Reading the KV of a token takes this share
 # of computing it, on one host and between hosts.
 HANDOFF_TOKENS = 64
-NEAR_READ, FAR_READ = 1 / 32, 1 / 8
+NEAR_READ = 1 / 32
+FAR_READ = 1 / 8
 MIN_READ_TOKENS = 64  # fewer are computed, and not read from another node
 # A decode node that was chosen because it had most of a prompt cached refuses the prompt if it
 # would have to compute more than this many times what the setting allows.
@@ -150,7 +151,9 @@ class _PairSearch:
         *,
         leaves_room: bool,
     ) -> None:
-        self._registry, self._selection, self._kept = registry, selection, kept
+        self._registry = registry
+        self._selection = selection
+        self._kept = kept
         self._leaves_room = leaves_room
         self.checks_room = False  # whether full nodes rank behind the others
         self._likely_tokens = _likely_tokens(selection, growth)
@@ -236,11 +239,9 @@ class _PairSearch:
 
         No attempt shares a node with a suspect while there is another node.
         """
-        avoid, num_tokens, checks_room = (
-            self._selection.avoid,
-            self._selection.num_tokens,
-            self.checks_room,
-        )
+        avoid = self._selection.avoid
+        num_tokens = self._selection.num_tokens
+        checks_room = self.checks_room
         return [
             (
                 bool(avoid) and node.process in avoid,
@@ -288,13 +289,15 @@ class _PairSearch:
                 yield _paired(min(near), min(own))
 
     def _works(self, now_s: float, pair: _Pair) -> bool:
-        prefill, decode = pair.prefill, pair.decode
+        prefill = pair.prefill
+        decode = pair.decode
         allows = self._registry.pairs.allows(now_s, prefill.process, decode.process)
         return allows and self._registry.can_pair(prefill, decode)
 
     def possible_pairs(self, prefills: list[Candidate]) -> Iterator[_Pair]:
         """Yield all pairs that can exchange blocks, beginning with the best decode node's."""
-        decodes, prefills = sorted(self._decode_candidates(self._held, FAR_READ)), sorted(prefills)
+        decodes = sorted(self._decode_candidates(self._held, FAR_READ))
+        prefills = sorted(prefills)
         for second in decodes:
             for first in prefills:
                 if self._registry.can_pair(first[-1], second[-1]):
@@ -323,7 +326,8 @@ class _PairSearch:
     ) -> Decision:
         selection = self._selection
         given: list[tuple[Node, ReservedLoad]] = []
-        num_read, lender = 0, None
+        num_read = 0
+        lender = None
         if prefill is not None:
             if (num_read := self._num_read(prefill)) > 0:
                 lender = self._lender(prefill, decode)
@@ -374,7 +378,8 @@ def _likely_tokens(selection: SelectNodes, growth: int) -> int:
 
 def _decode_load(node: Node, selection: SelectNodes, likely_tokens: int) -> ReservedLoad:
     assert node.info is not None
-    layout, num_choices = node.info.layout, selection.num_choices
+    layout = node.info.layout
+    num_choices = selection.num_choices
     num_blocks = blocks_needed(
         layout.block_size, selection.num_tokens, likely_tokens, num_choices, layout.state_blocks
     )

@@ -75,7 +75,8 @@ class FoundChoice(msgspec.Struct, frozen=True):
 
         An attempt of another router may have other tokens at the same positions.
         """
-        num_tokens, held = received.num_tokens, self.held.token_ids
+        num_tokens = received.num_tokens
+        held = self.held.token_ids
         if self.must_prove_itself(received):
             return True
         return num_tokens <= len(held) and digest_of(held[:num_tokens]) == received.digest
@@ -126,7 +127,8 @@ class Search:
         self._received = received
         self._began_s, self._give_up_s = now_s, max(now_s + ANSWER_S, settled_s)
         self._has_asked_again = False
-        self._settled_s, self._unmet_s = settled_s, unmet_s
+        self._settled_s = settled_s
+        self._unmet_s = unmet_s
         self._asked: set[NodeId] = set()
         self._silent: set[NodeId] = set()  # nodes that were asked and have not answered
         self._missing = set(missing)
@@ -253,8 +255,10 @@ def found_here(lifecycle: Lifecycle, claim: "Claim") -> FoundRequest | None:
 
     Raises `RequestError` if it is not the client's.
     """
-    request, received = lifecycle.request, claim.received
-    kept, num_choices = request.kept, request.num_choices
+    request = lifecycle.request
+    received = claim.received
+    kept = request.kept
+    num_choices = request.num_choices
     is_wrong = received is not None and len(received) != num_choices
     if kept is None or kept.owner != claim.owner or is_wrong:
         raise from_failure(gone())

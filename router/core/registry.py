@@ -144,7 +144,8 @@ class Node:
 
     def heard(self, now_s: float) -> None:
         """Note that the node lives."""
-        self.heard_s, self.excused_s = now_s, 0.0
+        self.heard_s = now_s
+        self.excused_s = 0.0
 
     def has_room(self, num_blocks: int, *, leaves_room: bool = False) -> bool:
         """Return whether the node could soon begin work that takes that many blocks on decode.
@@ -244,7 +245,9 @@ class Registry:
         node = self._node(message.node_id, message.epoch)
         if node is not None:
             node.heard(now_s)
-            node.phase, node.done, node.total = message.phase, message.done, message.total
+            node.phase = message.phase
+            node.done = message.done
+            node.total = message.total
 
     def ready(self, now_s: float, peer: NodeId, message: Ready) -> list[Change]:
         info = message.info
@@ -260,7 +263,8 @@ class Registry:
             return [self._refuse(peer, failure)]
         self._refused.pop(peer, None)
         node.heard(now_s)
-        node.info, node.state = info, "ready"
+        node.info = info
+        node.state = "ready"
         node.phase, node.done, node.total = "ready", 0, 0  # the last message was of the start
         self.changed()
         return [Entered(info), *self._differences(info), *self._pair_up(node, info)]
@@ -270,7 +274,8 @@ class Registry:
         if node is None:
             return []
         node.heard(now_s)
-        node.load, node.step_age_s = message.load, message.step_age_s
+        node.load = message.load
+        node.step_age_s = message.step_age_s
         node.totals = message.totals
         if node.unreachable != message.unreachable:
             for other in set(node.unreachable) - set(message.unreachable):
@@ -428,7 +433,8 @@ class Registry:
     def note_pair(self, selected: NodesSelected) -> None:
         """Note that an attempt was given to a pair, whose handoff will show whether it works."""
         if selected.prefill_node is not None and selected.decode_node is not None:
-            prefill, decode = self._nodes[selected.prefill_node], self._nodes[selected.decode_node]
+            prefill = self._nodes[selected.prefill_node]
+            decode = self._nodes[selected.decode_node]
             self.pairs.selected(selected.key, prefill.process, decode.process)
 
     def release(self, node_id: NodeId, key: Key) -> None:

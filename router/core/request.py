@@ -414,7 +414,8 @@ class Attempt:
     def start_commands(self, request: Request, output: list[int]) -> list[Send]:
         """Return the messages that start this attempt. They are sent at the same time."""
         token_ids = [*request.token_ids, *output]
-        num_prompt, num_choices = len(request.token_ids), len(self.choices)
+        num_prompt = len(request.token_ids)
+        num_choices = len(self.choices)
         sends: list[Send] = []
         if self.decode is not None:
             decode = Decode(

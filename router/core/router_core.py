@@ -202,7 +202,8 @@ class RouterCore:
         are those of the output, which were checked.
         """
         limits = self.limits()
-        prompt, params = stream.prompt_token_ids, stream.params
+        prompt = stream.prompt_token_ids
+        params = stream.params
         is_pooled = rules.pooling is not None
         self._check_task(rules.pooling)
         if is_pooled:
@@ -291,7 +292,8 @@ class RouterCore:
         return self._limits
 
     def health(self) -> Health:
-        mode, queue = self._config.local_prefill, self._queue
+        mode = self._config.local_prefill
+        queue = self._queue
         now_s = self._clock()
         heard_s = (active.lifecycle.heard_s for active in self._requests.values())
         oldest_s = min((at_s for at_s in heard_s if at_s is not None), default=now_s)
@@ -345,7 +347,8 @@ class RouterCore:
         text = "the router is shutting down: go on at any router, with the header Last-Event-ID"
         decodes = self.registry.in_service("decode")
         for active in list(self._requests.values()):
-            request, metrics = active.lifecycle.request, active.stream.metrics
+            request = active.lifecycle.request
+            metrics = active.stream.metrics
             # The client may have tokens of which this router has handed out none.
             has_begun = metrics.time_to_first_token_s is not None or metrics.num_received_tokens
             if has_begun and request.kept is not None:
@@ -460,7 +463,8 @@ class RouterCore:
     def _adopt(
         self, claim: Claim, stream: RequestStream, found: FoundRequest, early: Early
     ) -> None:
-        attached, doubt = found.attached, self._reattaching.doubt
+        attached = found.attached
+        doubt = self._reattaching.doubt
         choices = adopted_choices(claim, found, stream, self.registry, doubt)
         kept = ResumeState(attached.form, claim.owner, attached.num_choices)
         request = Request(
@@ -493,7 +497,8 @@ class RouterCore:
         stream.on_close(partial(self.cancel, active.request_id))
         self._now_s = self._clock()
         for choice in choices:
-            index, fresh = choice.key.choice, choice.token_ids[choice.num_received :]
+            index = choice.key.choice
+            fresh = choice.token_ids[choice.num_received :]
             has_ended = choice.has_ended
             if not has_ended and (fresh or choice.finish_reason is not None):
                 has_ended = stream.push(index, fresh, choice.finish_reason)
@@ -587,10 +592,12 @@ class RouterCore:
             for node, load in found.loads:
                 self.registry.reserve(node, selection.key, load)
             self.registry.note_pair(found.selected)
-            metrics, selected = active.stream.metrics, found.selected
+            metrics = active.stream.metrics
+            selected = found.selected
             at_s = self._clock() - active.began_s
             metrics.placed(selection.key, at_s, selected.prefill_node, selected.decode_node)
-            metrics.path, metrics.local_fallback = found.path, found.is_fallback
+            metrics.path = found.path
+            metrics.local_fallback = found.is_fallback
             metrics.num_predicted_tokens = found.num_cached_tokens
             self._feed(active, selected)
 

@@ -241,7 +241,8 @@ class RequestStream:
             return False
         if token_ids and self._repeated and choice in self._repeated:
             known, whole, failure = self._repeated.pop(choice)
-            again, token_ids = token_ids[:1], token_ids[1:]
+            again = token_ids[:1]
+            token_ids = token_ids[1:]
             if digest_of(again, known) != whole:
                 self._fail(from_failure(failure))
                 return False
@@ -255,7 +256,8 @@ class RequestStream:
         if logprobs:  # a stop string may have dropped the last tokens
             pairs = zip(delta.token_ids, logprobs, strict=False)
             delta.logprobs = [self._shown(token_id, one) for token_id, one in pairs]
-        metrics, now_s = self.metrics, time.monotonic()
+        metrics = self.metrics
+        now_s = time.monotonic()
         if metrics.time_to_first_token_s is None:
             metrics.time_to_first_token_s = now_s - self._arrival_s
         if self.token_gaps is not None and (last_s := self._pushed_s[choice]):

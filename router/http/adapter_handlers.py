@@ -38,11 +38,13 @@ _UNLOAD = msgspec.json.Decoder(UnloadBody)
 
 class AdapterHandlers:
     def __init__(self, engine: TextRouter, bodies: Bodies) -> None:
-        self._engine, self._bodies = engine, bodies
+        self._engine = engine
+        self._bodies = bodies
 
     async def load(self, request: web.Request) -> web.Response:
         body = await self._read(request, _LOAD)
-        name, path = body.lora_name, body.lora_path
+        name = body.lora_name
+        path = body.lora_path
         if not name or not path:
             text = "both lora_name and lora_path must be provided"
             raise RequestError(text, param="lora_path" if name else "lora_name")

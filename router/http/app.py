@@ -93,7 +93,8 @@ class App:
         self._add_routes()
 
     def _add_routes(self) -> None:
-        router, handlers = self.application.router, self._handlers
+        router = self.application.router
+        handlers = self._handlers
         router.add_post("/v1/completions", handlers.completions)
         router.add_post("/v1/chat/completions", handlers.chat)
         router.add_post("/v1/responses", handlers.responses)
@@ -243,7 +244,9 @@ class App:
         """Respond to one request to any path."""
         self._num_open += 1
         self._idle.clear()
-        status, began_s, name = CLIENT_GONE, time.monotonic(), request_id_of(request)
+        status = CLIENT_GONE
+        began_s = time.monotonic()
+        name = request_id_of(request)
         connection = connection_of(request)
         connection.handles(request)
         if request.content.is_eof():

@@ -35,7 +35,8 @@ PREFIX = "sha256:"
 KEY_START = "sk-baton-"
 _LINE = re.compile(rf"{PREFIX}([0-9a-f]{{64}})(\s.*)?")
 _WEIGHT = re.compile(r"\sweight=(\S*)$")
-MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0
+MIN_WEIGHT = 0.01
+MAX_WEIGHT = 100.0
 _PREFLIGHT = {
     hdrs.ACCESS_CONTROL_ALLOW_METHODS: "GET, POST",
     # The clients of OpenAI and Anthropic send many of their own; a star leaves out Authorization.
@@ -102,7 +103,8 @@ class Access:
         return ALL in self._hosts or _name_of(host) in self._hosts
 
     def _is_known(self, authorization: str) -> bool:
-        scheme, given = authorization[: len(_SCHEME)], authorization[len(_SCHEME) :]
+        scheme = authorization[: len(_SCHEME)]
+        given = authorization[len(_SCHEME) :]
         if scheme.lower() != _SCHEME:
             return False
         return digest_of(given.strip().encode(errors="surrogateescape")) in self._weights

@@ -446,7 +446,8 @@ class Bodies:
     async def _read_in_time(self, request: web.Request, room: Room, max_bytes: int) -> bytes:
         _check_type(request)
         encoding = _encoding_of(request)
-        length, content = request.content_length, request.content
+        length = request.content_length
+        content = request.content
         if length is not None and length > max_bytes:
             raise _too_large(max_bytes)
         try:
@@ -466,7 +467,8 @@ class Bodies:
             raise RequestError(text, code="invalid_body") from error
 
     async def _read(self, request: web.Request, room: Room, max_bytes: int, encoding: str) -> bytes:
-        connection, content = connection_of(request), request.content
+        connection = connection_of(request)
+        content = request.content
         inflating = _Inflating(_WINDOWS[encoding]) if encoding else None
         # If the body is compressed, the rest may be of any size.
         most_bytes = max_bytes if encoding else request.content_length or max_bytes

@@ -69,7 +69,8 @@ def invalid(text: str, kind: type[msgspec.Struct], place: str = "") -> RequestEr
     """Return what msgspec says of a value of the type `kind`, which is at `place` of a body."""
     found = _PLACE.fullmatch(text)
     assert found is not None, "the pattern matches every text"
-    what, path = clip(found["text"].replace("`", "")), clip(found["path"] or "")
+    what = clip(found["text"].replace("`", ""))
+    path = clip(found["path"] or "")
     path = ".".join(filter(None, (place, path)))
     if named := _NAMED.search(text):
         name = clip(named[1])

@@ -240,12 +240,14 @@ class Handlers:
             return web.Response(body=end, headers={"Content-Type": "text/event-stream"})
         stream.token_gaps = self._metrics.token_gaps
         running.streams.append(stream)
-        writer, running.request_id = forms[-1].writer, forms[-1].request_id
+        writer = forms[-1].writer
+        running.request_id = forms[-1].request_id
         prompts = []
         if writer.token_ids:
             prompts.append(ShownPrompt(token_ids=stream.prompt_token_ids))
         events = self._chunks(request, writer, stream.params.n, prompts, [stream.metrics], place)
-        sent, headers = {FORM_PARAM: writer.form_param}, {"X-Request-Id": running.request_id}
+        sent = {FORM_PARAM: writer.form_param}
+        headers = {"X-Request-Id": running.request_id}
         return await self._relayed(request, running, events, headers, sent)
 
     def _refuse_if_draining(self) -> None:
@@ -296,7 +298,9 @@ class Handlers:
         self, request: web.Request, body: bytes, endpoint: Endpoint, model: ServedModel
     ) -> Work:
         prepared = await self._work.prepare(endpoint, model, body, request[TENANT].name)
-        parsed, parsing, echoes = prepared.parsed, prepared.parsing, prepared.echoes
+        parsed = prepared.parsed
+        parsing = prepared.parsing
+        echoes = prepared.echoes
         self._metrics.ignored(parsed.ignored)
         if sum(map(len, echoes)) * parsed.params.n > MAX_ECHO_CHARS:
             text = f"prompt times n is longer than {MAX_ECHO_CHARS} characters: leave out echo"
@@ -396,7 +400,8 @@ class Handlers:
 
         Nodes take part only for log probabilities.
         """
-        num_choices, streams = work.params.n, running.streams
+        num_choices = work.params.n
+        streams = running.streams
         await _all_ended(streams)
         outputs = [
             CompletionOutput(index, "", [], None, "length")
@@ -445,7 +450,8 @@ class Handlers:
             has_nodes = streams[0].metrics.num_attempts > 0
         if (typed := _typed(work, streams)) is not None:
             return EventStream(typed, 1, self._metrics, self._silence_s)
-        metrics, prompts = [one.metrics for one in streams], await self._prompts(work, streams)
+        metrics = [one.metrics for one in streams]
+        prompts = await self._prompts(work, streams)
         place = None if work.kept is None else ResumePosition(work.writer.id, None)
         return self._chunks(request, work.writer, work.params.n, prompts, metrics, place)
 
@@ -458,7 +464,8 @@ class Handlers:
         metrics: Sequence[RequestMetrics],
         place: ResumePosition | None = None,
     ) -> EventStream:
-        lengths, has_ids = [one.num_prompt_tokens for one in metrics], wants_ids(request)
+        lengths = [one.num_prompt_tokens for one in metrics]
+        has_ids = wants_ids(request)
         events = ChunkEvents(writer, num_choices, prompts, lengths, place, has_ids=has_ids)
         return EventStream(events, num_choices, self._metrics, self._silence_s, has_ids=has_ids)
 
@@ -515,7 +522,8 @@ def request_id_of(request: web.Request) -> str:
 
 def _typed(work: Work, streams: Sequence[RequestStream]) -> ResponseEvents | MessageEvents | None:
     """Return what makes the responses of endpoints whose streams have typed events."""
-    writer, is_streamed = work.writer, work.parsed.is_streamed
+    writer = work.writer
+    is_streamed = work.parsed.is_streamed
     match work.parsed.endpoint:
         case "responses":
             return ResponseEvents(writer, work.parsed.settings, is_streamed=is_streamed)

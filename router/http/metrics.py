@@ -302,14 +302,16 @@ class HttpMetrics:
             self._count(RETRIES, count, self._known(code))
         for code, count in metrics.resume_codes.items():
             self._count(RESUMES, count, self._known(code))
-        first_s, all_s = metrics.time_to_first_token_s, metrics.e2e_s
+        first_s = metrics.time_to_first_token_s
+        all_s = metrics.e2e_s
         if first_s is not None and all_s is not None:
             self._time(metrics, first_s, all_s, num_choices)
 
     def _time(
         self, metrics: RequestMetrics, first_s: float, all_s: float, num_choices: int
     ) -> None:
-        queue_s, num_tokens = metrics.router_queue_s + metrics.queue_s, metrics.num_new_tokens
+        queue_s = metrics.router_queue_s + metrics.queue_s
+        num_tokens = metrics.num_new_tokens
         seen = {
             OUTPUT_LENGTHS: num_tokens,
             FIRST_TOKEN: first_s,

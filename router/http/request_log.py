@@ -140,7 +140,8 @@ class RequestLog:
     def _has_room(self) -> bool:
         second = int(self._clock())
         if second != self._second:
-            self._second, self._num_refusals = second, 0
+            self._second = second
+            self._num_refusals = 0
         self._num_refusals += 1
         if self._num_refusals <= MAX_REFUSALS_PER_S:
             return True

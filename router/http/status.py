@@ -199,7 +199,8 @@ class RecentRequests:
     def answered(self, running: Running, status: int, request_id: str, took_s: float) -> None:
         """Keep an ended request for text. Other HTTP requests are not kept."""
         metrics = [stream.metrics for stream in running.streams[:MAX_PROMPTS]]
-        now, name = self._wall_clock(), request_id or running.request_id
+        now = self._wall_clock()
+        name = request_id or running.request_id
         if metrics:
             self._ended.append(
                 _KeptRequest(

@@ -83,7 +83,8 @@ def _call_lines(number: int, tool: CallableTool, row: CallFormat) -> list[str]:
 def _parameter_lines(number: int, tool: CallableTool, row: CallFormat) -> list[str]:
     """Return the rules of arguments of which each has a tag."""
     before, middle, after = row.parameter_form
-    parts, lines = [], []
+    parts = []
+    lines = []
     for position, (key, schema, is_required) in enumerate(_properties(tool)):
         name = f"p_{number}_{position}"
         parts.append(name if is_required else f"{name}?")
@@ -120,7 +121,8 @@ def _keyword_lines(number: int, tool: CallableTool) -> list[str]:
 def _properties(tool: CallableTool) -> list[tuple[str, dict[str, object], bool]]:
     """Return the name and schema of each argument, the required ones first."""
     parameters = tool.parameters or {}
-    properties, required = parameters.get("properties"), parameters.get("required")
+    properties = parameters.get("properties")
+    required = parameters.get("required")
     if not isinstance(properties, dict):
         return []
     names = set(required) if isinstance(required, list) else set()

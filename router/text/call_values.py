@@ -61,7 +61,8 @@ def with_escapes(text: str, *, is_inside: bool) -> str:
     """Return JSON with escapes for the control characters that some models write in strings."""
     if _CONTROLS.search(text) is None:
         return text
-    pieces, is_escaped = [], False
+    pieces = []
+    is_escaped = False
     for char in text:
         if is_inside and char < " ":
             pieces.append(json.dumps(char)[1:-1])
@@ -142,7 +143,9 @@ def _takes_text(schema: Mapping[str, object], key: str) -> bool:
 
 def end_of_python(text: str, start: int) -> int | None:
     """Return the position after the list that begins there; None until it is whole."""
-    depth, quote, position = 0, "", start
+    depth = 0
+    quote = ""
+    position = start
     while position < len(text):
         char = text[position]
         if quote:

@@ -34,8 +34,10 @@ _PROBE_TOOL: dict[str, object] = {
     "type": "function",
     "function": {"name": _PROBE, "description": "", "parameters": {"type": "object"}},
 }
-_PROBE_CALL, _PROBE_KEY = "batoncall", "batonkey"
-_SHORT_ID, _LONG_ID = "abcdefghi", "call_0123456789"
+_PROBE_CALL = "batoncall"
+_PROBE_KEY = "batonkey"
+_SHORT_ID = "abcdefghi"
+_LONG_ID = "call_0123456789"
 _PROBE_ARGUMENTS = {_PROBE_KEY: 1}
 _ROLES = ("system", "user", "assistant", "tool")
 # Appended to texts that a prompt does not have as they are, to see whether they reach it.

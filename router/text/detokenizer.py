@@ -54,7 +54,8 @@ class Detokenizer:
             return CompletionOutput(self._index, self._stream.feed(token_ids[0]), token_ids)
         if self._is_stopped:
             return None
-        num_visible, stop_reason = len(token_ids), None
+        num_visible = len(token_ids)
+        stop_reason = None
         if final == "stop" and token_ids:
             if token_ids[-1] in (self._params.stop_token_ids or ()):
                 stop_reason = token_ids[-1]
@@ -90,7 +91,8 @@ class Detokenizer:
                     shown.append(stops.flush())
         if stops.matched is not None:
             self._is_stopped = True
-            final, stop_reason = "stop", stops.matched
+            final = "stop"
+            stop_reason = stops.matched
         return CompletionOutput(self._index, "".join(shown), token_ids, None, final, stop_reason)
 
     def _show(self, stops: "StopStrings", text: str) -> str:
@@ -134,7 +136,8 @@ class StopStrings:
 
     def flush(self) -> str:
         """Return the held-back text when the choice ends without a stop string."""
-        held, self._held = self._held, ""
+        held = self._held
+        self._held = ""
         return held
 
     def _first_match(self, buffer: str) -> tuple[int, str] | None:
@@ -220,7 +223,8 @@ class TableStream:
             text = text.removeprefix(REPLACEMENT)
         if text and self._strip:
             spaces = len(text) - len(text.lstrip(" "))
-            text, self._strip = text[min(spaces, self._strip) :], 0
+            text = text[min(spaces, self._strip) :]
+            self._strip = 0
         self._plain = not (self._pending or self._strip)
         return text
 

@@ -114,7 +114,8 @@ class ResponseParser:
         self._held += text
         parts = self._read_on()
         if is_end:  # afterwards, so that the end settles only what the text leaves open
-            self._is_end, self._is_cut = True, is_cut
+            self._is_end = True
+            self._is_cut = is_cut
             parts += self._read_on()
         return parts
 
@@ -156,7 +157,8 @@ class ResponseParser:
         """Read reasoning, and the white space after it."""
         if self._reasoning is None:
             return
-        begin, end = self._reasoning.begin, self._reasoning.end
+        begin = self._reasoning.begin
+        end = self._reasoning.end
         start = self._held.lstrip()
         while len(start) < len(begin) and begin.startswith(start) and not self._is_end:
             yield None
@@ -214,7 +216,8 @@ class ResponseParser:
 
     def _content(self, num_chars: int) -> Iterator[str]:
         """Yield the next characters as content."""
-        text, self._held = self._held[:num_chars], self._held[num_chars:]
+        text = self._held[:num_chars]
+        self._held = self._held[num_chars:]
         if text:
             yield text
 
@@ -241,7 +244,8 @@ class ResponseParser:
                 break
             if not (yield from self._tagged_call(position)):
                 break
-            has_calls, position = True, 0
+            has_calls = True
+            position = 0
         if has_calls:
             is_lost = self._is_end and self._is_cut
             self._held = "" if is_lost else self._held[position:]
@@ -341,14 +345,16 @@ class ResponseParser:
     def _json_arguments(self, num_open: int) -> _Reader:
         """Give out a JSON object as it comes, then skip to the end of `num_open` others."""
         scanner = JsonScanner(0)
-        num_given, was_inside = 0, False
+        num_given = 0
+        was_inside = False
         while True:
             end = scanner.end_of(self._held)
             stop = scanner.position if end is None else end
             piece = with_escapes(self._held[num_given:stop], is_inside=was_inside)
             if piece:
                 yield from self._more_arguments(piece)
-            num_given, was_inside = stop, scanner.is_inside_string
+            num_given = stop
+            was_inside = scanner.is_inside_string
             if end is not None:
                 break
             if self._is_end:
@@ -377,7 +383,8 @@ class ResponseParser:
         yield from self._call(ToolCall(name, ""))
         parameter = re.compile(row.parameter)
         ends = [text for text in (row.footer, row.call[1], row.section[1]) if text]
-        num_arguments, is_cut = 0, False
+        num_arguments = 0
+        is_cut = False
         while True:
             position = yield from self._skip(_WHITE, 0)
             found = self._match_now(parameter, position)
@@ -693,7 +700,8 @@ class ParsingDetokenizer(Detokenizer):
         may_think = parser.may_think
         parts = parser.push(delta.text, is_end=final is not None, is_cut=final == "length")
         if may_think:
-            counted, end_id = delta.token_ids, self._end_think_id
+            counted = delta.token_ids
+            end_id = self._end_think_id
             if not parser.may_think and end_id in counted and end_id is not None:
                 counted = counted[: counted.index(end_id) + 1]  # few models spell it with several
             self._num_begun += len(counted)

@@ -182,7 +182,8 @@ class Text:
         stream = self._decoding.stream(prompt_token_ids, params.skip_special_tokens)
         if parsing is None:
             return Detokenizer(index, stream, params)
-        is_thinking, end_id = False, None
+        is_thinking = False
+        end_id = None
         if parsing.reasoning:
             is_thinking = self.opens_reasoning(prompt_token_ids, parsing.reasoning)
             end_id = self._tokenizer.token_to_id(reasoning_format(parsing.reasoning).end)

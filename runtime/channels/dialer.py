@@ -85,7 +85,8 @@ class Dialer(Generic[Out, In]):
         self.connected = False  # as the last `receive` found it
         # Handshakes in a row that failed: wrong keys, not a channel, or a listener that ended.
         self.refusals = 0
-        self._encode, self._decode = outgoing.encode, incoming.decode
+        self._encode = outgoing.encode
+        self._decode = incoming.decode
         self._session = Session(secrets.randbits(SESSION_BITS))
         self._lost: str | None = None
         self._retry_s: float | None = None
@@ -194,7 +195,8 @@ class Dialer(Generic[Out, In]):
     def _ask(self) -> None:
         """Let the listener answer with a reset if it has not got all of this session."""
         self._ask_at_s = self.clock() + ASK_INTERVAL_S
-        has_sent, self._has_sent = self._has_sent, False
+        has_sent = self._has_sent
+        self._has_sent = False
         if has_sent or self._session.next_out == 0:
             return  # each message asks the same, and a session begins with the first one
         try:
@@ -206,7 +208,9 @@ class Dialer(Generic[Out, In]):
         if change == "up" and not self._is_dialling:
             return  # libzmq had reconnected before this dialer disconnected
         if change == "up":
-            self.refusals, self._retry_s, self._num_tried = 0, None, 0
+            self.refusals = 0
+            self._retry_s = None
+            self._num_tried = 0
         elif change == "lost" and self.connected:
             self._lost = "the connection was lost"
         elif self._retry_s is None:

@@ -41,7 +41,8 @@ FRAMES_PER_LOOK = 256  # a flooding peer must not delay the handshakes of newcom
 # A connection ends this long before its peer counts as silent.
 MARGIN_MS = 300
 # The flags of the two frames of a message, as numbers, because combining flags is slow.
-_MORE, _LAST = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.NOBLOCK)
+_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+_LAST = int(zmq.NOBLOCK)
 
 Out = TypeVar("Out")
 In = TypeVar("In")
@@ -87,7 +88,8 @@ class Listener(Generic[Out, In]):
         keys.check(address, "listening on")
         self.refusals = 0  # refused handshakes: a wrong key, or a peer that is not a channel
         self.num_unnamed = 0  # frames under identities that no dialer chose
-        self._encode, self._decode = outgoing.encode, incoming.decode
+        self._encode = outgoing.encode
+        self._decode = incoming.decode
         self._sessions: dict[bytes, Session] = {}
         # Ended sessions whose dialers have not been told yet.
         self._unsent_resets: dict[bytes, int] = {}

@@ -23,8 +23,12 @@ from tests.support.checkpoints import tiny_cluster
 from tests.support.hosts import Hosts, hosts
 from tools.soak.streams import Record, Streams, draw
 
-ROUTER, PREFILL, DECODES = 1, 2, (3, 4)
-CONTROL, PEERS, HTTP = 5570, 7000, 8000
+ROUTER = 1
+PREFILL = 2
+DECODES = (3, 4)
+CONTROL = 5570
+PEERS = 7000
+HTTP = 8000
 CONFIG = tiny_cluster(
     cache={"num_blocks": 400}, engine={"max_num_batched_tokens": 64, "threads": 1},
     router={
@@ -33,7 +37,8 @@ CONFIG = tiny_cluster(
     },
     transfer={"transport": "nixl", "device": "eth0"}, keys={"insecure": True},
 )  # fmt: skip
-NUM_CLIENTS, NUM_BEFORE = 6, 12
+NUM_CLIENTS = 6
+NUM_BEFORE = 12
 HOLD_S = 6.0  # longer than it takes a router to give a silent node up
 START_TIMEOUT_S = 180.0
 
@@ -77,7 +82,8 @@ async def streams_through(fail: Callable[[], None], heal: Callable[[], None]) ->
     await until_ready(url)
     streams = Streams(url, "tiny", draw(1, 12, 250), lambda _: False)
     await streams.learn()
-    num_begun, is_over = 0, False
+    num_begun = 0
+    is_over = False
 
     def may_begin() -> bool:
         nonlocal num_begun

@@ -53,10 +53,13 @@ def answers(
 
     A `foreign` family, such as one with states, has no adapters here.
     """
-    model, adapters = model_folder("qwen3", eos_token_id=2), list[str]()
-    names, features = ("tiny", "one", "two"), FEATURES
+    model = model_folder("qwen3", eos_token_id=2)
+    adapters = list[str]()
+    names = ("tiny", "one", "two")
+    features = FEATURES
     if foreign:
-        model, names = foreign_folder(foreign, eos_token_id=2), ("tiny",) * 3
+        model = foreign_folder(foreign, eos_token_id=2)
+        names = ("tiny",) * 3
         features = {name: FEATURES[name] for name in FEATURES if name not in OF_ADAPTERS}
     else:
         adapters = [

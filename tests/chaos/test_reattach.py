@@ -37,7 +37,8 @@ class Client:
         self.usage: object = None
         self.num_events = 0
         self.num_taken_up = 0
-        self._cluster, self._by_get = cluster, by_get
+        self._cluster = cluster
+        self._by_get = by_get
         self._event_id = ""
         self._body = json.dumps(
             {"model": "tiny", "prompt": PROMPT, "max_tokens": NUM_TOKENS, "ignore_eos": True}
@@ -71,7 +72,8 @@ class Client:
         headers["Accept"] = "text/event-stream"  # so that events have ids
         if stream_id:
             headers["Last-Event-ID"] = self._event_id
-        data, url = None if by_get else self._body, self._cluster.url(path)
+        data = None if by_get else self._body
+        url = self._cluster.url(path)
         with urllib.request.urlopen(
             urllib.request.Request(url, data, headers), timeout=DEADLINE_S
         ) as reply:

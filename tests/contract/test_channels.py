@@ -92,7 +92,9 @@ def test_a_listener_that_leaves_is_a_disconnect_and_its_successor_gets_a_new_ses
 
 def test_a_slow_name_server_delays_no_other_channel(tmp_path, monkeypatch):
     """Neither this process nor libzmq's thread waits for it. Messages are kept meanwhile."""
-    is_slow, resolve, asked = threading.Event(), socket.getaddrinfo, list[str]()
+    is_slow = threading.Event()
+    resolve = socket.getaddrinfo
+    asked = list[str]()
 
     def look_up(host: str, *how: object, **more: object) -> object:
         asked.append(host)
@@ -355,7 +357,8 @@ def test_a_listener_that_reads_nothing_outlives_the_death_of_a_busy_dialer(tmp_p
 
 def test_two_dialers_of_one_name_are_two_peers(tmp_path):
     with ends(tmp_path) as pair:
-        first, second = pair.dial("twin"), pair.dial("twin")
+        first = pair.dial("twin")
+        second = pair.dial("twin")
         first.send(note(1))
         assert numbers(pair.hear(1)) == [1]
         ours = pair.peers[b"twin"]

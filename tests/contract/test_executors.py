@@ -49,7 +49,8 @@ GREEDY = Sampling(seed=1, max_tokens=100, temperature=0.0)
 PROMPT = tuple(10 + (i * i + 7 * i) % 241 for i in range(37))
 KINDS = ("in process", "one worker", "two ranks")
 SLOW_KINDS = ("in process", pytest.param("one worker", marks=pytest.mark.release), "two ranks")
-SOURCE, READER = Epoch("source"), Epoch("reader")
+SOURCE = Epoch("source")
+READER = Epoch("reader")
 
 names = count()
 
@@ -132,7 +133,9 @@ def decode_slice(key: Key, blocks: Sequence[int], position: int, token: int | No
 
 
 def test_chunks_and_chained_tokens_say_what_transformers_says(executor, expected):
-    steps, key, blocks = Steps(executor), new_key(), (5, 3, 9, 2)
+    steps = Steps(executor)
+    key = new_key()
+    blocks = (5, 3, 9, 2)
     assert steps.tokens(prompt_slice(key, blocks, 0, 20)) == []
     got = steps.tokens(prompt_slice(key, blocks, 20))
     for position in range(len(PROMPT), len(PROMPT) + 23):
@@ -141,7 +144,9 @@ def test_chunks_and_chained_tokens_say_what_transformers_says(executor, expected
 
 
 def test_a_profile_that_cannot_be_written_costs_no_step(executor, expected):
-    steps, key, blocks = Steps(executor), new_key(), (5, 3, 9, 2)
+    steps = Steps(executor)
+    key = new_key()
+    blocks = (5, 3, 9, 2)
     executor.profile("a")
     got = steps.tokens(prompt_slice(key, blocks))
     executor.profile("b/is-in-no-folder")  # writes the first and begins another
@@ -165,7 +170,9 @@ def test_a_trace_is_whole_once_its_worker_has_ended(tmp_path):
 
 
 def test_two_steps_may_be_unsettled_and_settle_in_order(executor, expected):
-    steps, key, blocks = Steps(executor), new_key(), (11, 12, 13, 14)
+    steps = Steps(executor)
+    key = new_key()
+    blocks = (11, 12, 13, 14)
     steps.submit(prompt_slice(key, blocks))
     steps.submit(decode_slice(key, blocks, len(PROMPT)))
     results = [steps.result(), steps.result()]
@@ -177,7 +184,9 @@ def test_two_steps_may_be_unsettled_and_settle_in_order(executor, expected):
 
 
 def test_choices_of_one_prompt_draw_apart_and_chain_apart(executor):
-    steps, key, blocks = Steps(executor), new_key(), (40, 41, 42)
+    steps = Steps(executor)
+    key = new_key()
+    blocks = (40, 41, 42)
     hot = Sampling(seed=3, max_tokens=9, temperature=3.0)
     given = Slice(key, 0, len(PROMPT), PROMPT, blocks, (0, 1, 2), hot, len(PROMPT))
     drawn = steps.tokens(given)
@@ -295,7 +304,9 @@ def test_ranks_of_a_process_group_compute_alike_and_leave_it_when_they_end(expec
     monkeypatch.setattr(worker_executor, "GRACE_S", 60.0)  # a busy machine takes more than 3 s
     with started("two ranks") as (executor, info):
         assert isinstance(executor, WorkerExecutor)
-        steps, key, blocks = Steps(executor), new_key(), (5, 3, 9)
+        steps = Steps(executor)
+        key = new_key()
+        blocks = (5, 3, 9)
         got = steps.tokens(prompt_slice(key, blocks))
         got += steps.tokens(decode_slice(key, blocks, len(PROMPT)))
         children = [worker.child for worker in executor._workers]
@@ -312,7 +323,8 @@ def test_a_rank_that_never_loads_is_given_up():
 
 
 def test_a_plan_larger_than_a_socket_buffer_arrives(executor, expected):
-    steps, key = Steps(executor), new_key()
+    steps = Steps(executor)
+    key = new_key()
     table = (1, 2, 3) + (0,) * 300_000
     steps.submit(prompt_slice(key, table))
     steps.submit(decode_slice(key, table, len(PROMPT)))
@@ -333,7 +345,9 @@ def event_of(port: TransferPort) -> AgentEvent:
 @pytest.mark.parametrize("kind", SLOW_KINDS)
 def test_blocks_read_through_the_ports_continue_a_prompt_elsewhere(kind, expected):
     """The reader never computes the prompt; it decodes from what its ports have read."""
-    remote, local, generations = (7, 1, 4), (3, 8, 5), (2, 9, 6)
+    remote = (7, 1, 4)
+    local = (3, 8, 5)
+    generations = (2, 9, 6)
     with started(kind) as (source, info), started(kind, READER) as (reader, _):
         source.submit(
             StepPlan(
@@ -344,7 +358,8 @@ def test_blocks_read_through_the_ports_continue_a_prompt_elsewhere(kind, expecte
         )
         assert Steps(source).result().tokens[0] == (expected.token_ids[0],)
         for rank, port in enumerate(reader.ports):
-            owner, block_bytes = PeerRank(SOURCE, rank), info.layout.block_bytes
+            owner = PeerRank(SOURCE, rank)
+            block_bytes = info.layout.block_bytes
             whole = BlockSlice(0, 0, block_bytes)
             port.send(AddPeer(owner, "shm", info.ranks[rank], info.num_blocks, block_bytes, whole))
             assert isinstance(event_of(port), PeerUp)
@@ -353,7 +368,8 @@ def test_blocks_read_through_the_ports_continue_a_prompt_elsewhere(kind, expecte
             assert isinstance(ended, ReadEnded)
             assert (ended.failure, ended.quiesced) == (None, True)
             assert ended.num_bytes == len(remote) * block_bytes
-        steps, key = Steps(reader), new_key()
+        steps = Steps(reader)
+        key = new_key()
         got = steps.tokens(decode_slice(key, local, len(PROMPT), expected.token_ids[0]))
         got += steps.tokens(decode_slice(key, local, len(PROMPT) + 1))
         assert got == expected.token_ids[1:3]
@@ -365,7 +381,9 @@ class ScriptedRank:
     def __init__(self, rank: int, *_: object) -> None:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        self.rank, self.info, self.progress = rank, None, ("start", 0, 1)
+        self.rank = rank
+        self.info = None
+        self.progress = ("start", 0, 1)
         self.steps = MessageSocket[FromWorker](ours, FromWorker)
         self.far_end = MessageSocket[ToWorker](theirs, ToWorker)
         if rank:

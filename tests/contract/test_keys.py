@@ -34,7 +34,8 @@ def until_connected(dialer: Dialer[ToRouter, ToNode], pair: Ends) -> None:
 
 def test_who_has_the_key_talks(tmp_path):
     with ends(tmp_path, "tcp", new_key(tmp_path)) as pair:
-        first, second = pair.dial("d0"), pair.dial("d1")
+        first = pair.dial("d0")
+        second = pair.dial("d1")
         for number in range(300):
             first.send(note(number))
             second.send(note(number))
@@ -49,7 +50,8 @@ def test_who_has_the_key_talks(tmp_path):
 
 def test_who_has_another_key_or_none_is_kept_out_while_others_talk(tmp_path):
     """So is one that knows the public half alone: it cannot prove that it has the secret one."""
-    key, other = new_key(tmp_path), new_key(tmp_path, "other.key")
+    key = new_key(tmp_path)
+    other = new_key(tmp_path, "other.key")
     half = Keys()
     half.pairs = (KeyPair(other.pairs[0].secret, key.pairs[0].public),)
     with ends(tmp_path, "ipc", key) as pair:
@@ -82,7 +84,8 @@ def test_who_is_refused_knocks_less_and_less_often(tmp_path):
 
 def test_a_dialer_tries_each_key_of_its_file(tmp_path):
     """So that a cluster can be restarted host by host with another key."""
-    old, new = new_key(tmp_path, "old"), new_key(tmp_path, "new")
+    old = new_key(tmp_path, "old")
+    new = new_key(tmp_path, "new")
     both = tmp_path / "both"
     both.write_bytes((tmp_path / "old").read_bytes() + (tmp_path / "new").read_bytes())
     both.chmod(0o600)
@@ -95,7 +98,8 @@ def test_a_dialer_tries_each_key_of_its_file(tmp_path):
 def test_a_dialer_that_was_refused_gets_through_when_the_listener_has_its_key(tmp_path):
     with ends(tmp_path, "ipc", new_key(tmp_path)) as pair:
         key = new_key(tmp_path, "other.key")
-        keyed, plain = pair.dial("keyed", keys=key), pair.dial("plain", keys=NO_KEYS)
+        keyed = pair.dial("keyed", keys=key)
+        plain = pair.dial("plain", keys=NO_KEYS)
         until_refused(keyed, pair)
         until_refused(plain, pair)
         pair.listener.close()
@@ -116,7 +120,8 @@ def test_a_flood_of_one_peer_keeps_no_other_out(tmp_path):
         flooder.send(note(0))
         pair.hear(1)
         newcomer = pair.dial("d1")
-        deadline_s, num_unread = monotonic() + DEADLINE_S, 0
+        deadline_s = monotonic() + DEADLINE_S
+        num_unread = 0
         while not newcomer.connected:
             assert monotonic() < deadline_s
             while num_unread < 2000:  # so that there is always something left to read

@@ -126,7 +126,8 @@ def test_no_integer_of_a_message_can_be_out_of_range():
 def test_a_request_that_cannot_be_read_can_be_refused_by_its_key(kind):
     examples = {name: bytes.fromhex(data) for union, name, data in LINES if union == "ToNode"}
     data = examples[kind]
-    inbox, plain = NodeInbox(), msgspec.msgpack.decode(data)
+    inbox = NodeInbox()
+    plain = msgspec.msgpack.decode(data)
     message = inbox.decode(data)
     assert message == CODECS["ToNode"].decode(data)
     plain["sampling"]["max_tokens"] = 2.5

@@ -130,7 +130,8 @@ def test_an_address_that_cannot_be_served_is_named(address):
     http.stop()
 
 
-NODE, EPOCH = NodeId("d0"), Epoch("e")
+NODE = NodeId("d0")
+EPOCH = Epoch("e")
 
 
 def thread(vitals: Vitals, *endpoints: str, clock: Clock = monotonic) -> HeartbeatThread:
@@ -146,7 +147,8 @@ def test_a_starting_node_says_how_far_it_is():
 
 
 def test_a_ready_node_says_how_old_its_step_is():
-    clock, vitals = VirtualClock(10.0), Vitals()
+    clock = VirtualClock(10.0)
+    vitals = Vitals()
     heartbeats = thread(vitals)
     vitals.note(is_ready=True)
     vitals.note(load=Load(1, 2))
@@ -159,7 +161,8 @@ def test_a_ready_node_says_how_old_its_step_is():
 
 
 def test_a_loop_that_hangs_outside_of_a_step_shows_in_the_heartbeats():
-    clock, vitals = VirtualClock(10.0), Vitals()
+    clock = VirtualClock(10.0)
+    vitals = Vitals()
     heartbeats = thread(vitals)
     vitals.note(is_ready=True)
     vitals.note(turned_s=clock())
@@ -170,7 +173,8 @@ def test_a_loop_that_hangs_outside_of_a_step_shows_in_the_heartbeats():
 
 
 def test_a_process_that_stood_still_as_a_whole_does_not_say_that_its_loop_hangs():
-    clock, vitals = VirtualClock(10.0), Vitals()
+    clock = VirtualClock(10.0)
+    vitals = Vitals()
     heartbeats = thread(vitals, clock=clock)
     vitals.note(is_ready=True, turned_s=clock(), step_started_s=clock())
     heartbeats.note_running(clock.advance(25.0))  # this thread is the first that goes on
@@ -187,10 +191,8 @@ def test_heartbeats_reach_the_router_without_the_loop(tmp_path):
         heartbeats = thread(vitals, pair.listener.endpoint)
         heartbeats.start()
         try:
-            starting, heartbeat = (
-                Starting(NODE, EPOCH, "starting", 0, 0),
-                Heartbeat(NODE, EPOCH, Load()),
-            )
+            starting = Starting(NODE, EPOCH, "starting", 0, 0)
+            heartbeat = Heartbeat(NODE, EPOCH, Load())
             assert pair.hear(1) == [Received(b"heartbeats:d0", starting)]
             vitals.note(is_ready=True)
             # One that was made before, and any number of those that were made since, may be there.

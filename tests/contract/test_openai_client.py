@@ -66,7 +66,8 @@ async def test_the_sync_client_completes_streams_and_lists_models(http):
 @serving()
 async def test_the_async_client_streams_choices_with_usage(http):
     async with async_client(http) as client:
-        texts, usages = ["", "", ""], []
+        texts = ["", "", ""]
+        usages = []
         async for chunk in await client.completions.create(
             model="", prompt=PROMPT, max_tokens=12, n=3, stream=True,
             stream_options={"include_usage": True},

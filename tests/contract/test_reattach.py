@@ -229,7 +229,8 @@ async def test_a_search_holds_back_no_more_than_the_tokens_and_kills_nothing(ben
     task = taking(bench, claim(part([7])))
     await asked(decode)
     decode.say(attached(HeldChoice(Key(ID), [7], is_running=True)))
-    num_many, start = 12_000, len(PROMPT) + 1
+    num_many = 12_000
+    start = len(PROMPT) + 1
     entries = [TokenEntry(Key(ID), start + index, [7]) for index in range(num_many)]
     for index in range(0, num_many, 1_000):
         decode.say(Tokens(entries[index : index + 1_000]))

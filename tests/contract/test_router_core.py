@@ -96,7 +96,8 @@ async def test_no_token_reaches_the_client_before_decode_has_accepted(bench):
 @routed(RouterConfig(max_inflight=1, max_queued=2))
 async def test_a_full_queue_takes_a_client_for_whom_the_last_of_another_gives_way(bench):
     await bench.pair()
-    flood, polite = Caller(tenant=Tenant("flood")), Caller(tenant=Tenant("polite"))
+    flood = Caller(tenant=Tenant("flood"))
+    polite = Caller(tenant=Tenant("polite"))
     streams = [await bench.router.submit(PROMPT, GREEDY, caller=flood) for _ in range(3)]
     with pytest.raises(Overloaded, match="2 requests are waiting already"):
         await bench.router.submit(PROMPT, GREEDY, caller=flood)

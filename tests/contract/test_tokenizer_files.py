@@ -20,7 +20,8 @@ NEW = {
     "normalized": False, "special": True,
 }  # fmt: skip
 KNOWN = NEW | {"content": END}
-CONFIG, MAP = "tokenizer_config.json", "special_tokens_map.json"
+CONFIG = "tokenizer_config.json"
+MAP = "special_tokens_map.json"
 PREFIXED = {"add_prefix_space": True}
 # What a folder has besides its tokenizer.json, and whether baton takes it.
 CASES: list[tuple[dict[str, dict[str, object]], bool]] = [

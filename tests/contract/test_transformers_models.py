@@ -32,7 +32,8 @@ REFUSED = {
 
 
 def settings(kind: str, dtype: str = "auto", **model: object) -> ClusterConfig:
-    config, model = compute_config(foreign_folder(kind), dtype), {**IMPL, **model}
+    config = compute_config(foreign_folder(kind), dtype)
+    model = {**IMPL, **model}
     return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, **model))
 
 
@@ -47,7 +48,8 @@ def test_chunks_beside_others_give_the_tokens_of_generate(kind):
 def said(config: ClusterConfig, expected: Expected) -> int:
     """Compute a prompt in chunks beside another one; return the ties with what was expected."""
     with loaded(config) as runner:
-        text, other = Text("a", prompt(100), range(20)), Text("b", prompt(37, 1), range(20, 24))
+        text = Text("a", prompt(100), range(20))
+        other = Text("b", prompt(37, 1), range(20, 24))
         logits(runner, text.chunk(0, 64), other.chunk(0, 5))
         logits(runner, other.chunk(5, 37), text.chunk(64, 99))
         return count_ties(expected, greedy(runner, text, NUM_TOKENS))
@@ -61,7 +63,8 @@ def test_a_row_has_the_same_bits_whole_in_chunks_and_in_a_crowd(kind, dtype):
     with loaded(settings(kind, dtype)) as runner:
         needs_rules(runner)
         assert is_batch_invariant(runner)
-        text, other = Text("a", prompt(90), range(10)), Text("b", prompt(70, 1), range(20, 30))
+        text = Text("a", prompt(90), range(10))
+        other = Text("b", prompt(70, 1), range(20, 30))
         (whole,) = logits(runner, text.chunk(0, 90))
         parts = [
             logits(runner, text.chunk(0, 33))[0],
@@ -144,7 +147,8 @@ def test_nodes_that_store_the_numbers_of_keys_in_different_orders_never_pair():
 def test_weights_that_do_not_fit_are_named(what, tmp_path):
     folder = changed(tmp_path, "olmo2")
     file = folder / "model.safetensors"
-    weights, name = load_file(file), "model.layers.1.mlp.up_proj.weight"
+    weights = load_file(file)
+    name = "model.layers.1.mlp.up_proj.weight"
     match what:
         case "missing":
             del weights[name]

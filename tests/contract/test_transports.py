@@ -79,7 +79,8 @@ class Peers:
 
     def pair(self, limits: AgentLimits = LIMITS, block_bytes: int = 64 << 10) -> list[TransferPeer]:
         """A reader, and an owner that it is connected to."""
-        reader, owner = self.start(limits, block_bytes), self.start(limits, block_bytes)
+        reader = self.start(limits, block_bytes)
+        owner = self.start(limits, block_bytes)
         connect(reader, owner)
         return [reader, owner]
 
@@ -208,8 +209,11 @@ def test_metadata_that_is_damaged_or_not_the_peers_is_refused(pair):
 
 @one_of_each
 def test_slices_of_two_ranks_land_side_by_side_and_are_read_apart(peers):
-    half, remote, local = 32 << 10, [5, 6, 7, 20, 9, 8, 40], [10, 11, 12, 13, 30, 29, 0]
-    sources, parts = peers.ranks(half), peers.ranks(half)
+    half = 32 << 10
+    remote = [5, 6, 7, 20, 9, 8, 40]
+    local = [10, 11, 12, 13, 30, 29, 0]
+    sources = peers.ranks(half)
+    parts = peers.ranks(half)
     whole = peers.start(block_bytes=2 * half)
     for number, source in enumerate(sources):
         source.ask(fill=20 + number)
@@ -317,7 +321,8 @@ def connect_idle(owner: TransferPeer, count: int, stack: ExitStack) -> list[sock
 @over_shm
 def test_idle_connections_keep_no_reader_out(peers):
     """Any process of this user can make them. Once, 1,024 stopped all transfers for good."""
-    reader, owner = peers.start(), peers.start()
+    reader = peers.start()
+    owner = peers.start()
     files = owner.ask().open_files
     with ExitStack() as stack:
         connect_idle(owner, 2000, stack)

@@ -109,11 +109,14 @@ def chunked(draw: st.DrawFn) -> Attack:
     sizes = draw(st.lists(st.sampled_from((1, 1, 2, 7, 100, 5_000, 70_000)), min_size=1))
     extension = draw(st.sampled_from((b"", b"", b";a=b", b";" + b"x" * 3_000)))
     start = head("POST", path, "Content-Type: application/json", "Transfer-Encoding: chunked")
-    chunks, position, index = [], 0, 0
+    chunks = []
+    position = 0
+    index = 0
     while position < len(body) and len(chunks) < 50_000:
         part = body[position : position + sizes[index % len(sizes)]]
         chunks.append(b"%x%s\r\n%s\r\n" % (len(part), extension, part))
-        position, index = position + len(part), index + 1
+        position = position + len(part)
+        index = index + 1
     end = draw(st.sampled_from((
         b"0\r\n\r\n", b"0\r\n\r\n", b"0\r\na: b\r\n\r\n", b"zz\r\n", b"-1\r\n\r\n",
         b"ffffffffffffffff\r\n", b"0\r\n" + b"a: b\r\n" * 500, b"",

@@ -180,7 +180,8 @@ def _growth(siege: Siege, findings: Findings) -> list[str]:
     """Return a problem if the router has never been as large and is too large."""
     if siege.router.process.poll() is not None:
         return []
-    before_bytes, findings.peak_bytes = findings.peak_bytes, siege.peak_bytes()
+    before_bytes = findings.peak_bytes
+    findings.peak_bytes = siege.peak_bytes()
     most_bytes = max(before_bytes, findings.first_bytes + MAX_MORE_BYTES)
     if findings.peak_bytes <= most_bytes:
         return []

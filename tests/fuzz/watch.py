@@ -59,7 +59,8 @@ class _Watcher:
                 loop.remove_reader(pipe.fileno())
                 closed.set()
                 return
-            waits, self._waits = self._waits, Waits()
+            waits = self._waits
+            self._waits = Waits()
             pipe.send(msgspec.json.encode(waits))
 
         loop.add_reader(pipe.fileno(), take)
@@ -72,7 +73,8 @@ class _Watcher:
         """Ask for /live again and again, on one connection."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
         while True:
-            began_s, delayed_s = time.monotonic(), self._delay_s()
+            began_s = time.monotonic()
+            delayed_s = self._delay_s()
             try:
                 writer.write(LIVE)
                 async with asyncio.timeout(RESPONSE_S):
@@ -105,7 +107,8 @@ class _Watcher:
         writer.write(f"{head}Content-Type: application/json\r\n\r\n".encode() + data)
         try:
             token_ids: list[int] = []
-            heard_s, delayed_s = time.monotonic(), self._delay_s()
+            heard_s = time.monotonic()
+            delayed_s = self._delay_s()
             while True:
                 async with asyncio.timeout(RESPONSE_S):
                     line = await reader.readline()
@@ -118,11 +121,13 @@ class _Watcher:
                 assert "error" not in event, event
                 for choice in event["choices"]:
                     token_ids += choice["token_ids"]
-                now_s, now_delayed_s = time.monotonic(), self._delay_s()
+                now_s = time.monotonic()
+                now_delayed_s = self._delay_s()
                 waited_s = now_s - heard_s - (now_delayed_s - delayed_s)
                 if len(token_ids) > 1:  # the first waits for its nodes
                     self._waits.stream_s = max(self._waits.stream_s, waited_s)
-                heard_s, delayed_s = now_s, now_delayed_s
+                heard_s = now_s
+                delayed_s = now_delayed_s
             assert token_ids == toy_answer(PROMPT, NUM_TOKENS), "other tokens"
         finally:
             with contextlib.suppress(OSError):
@@ -168,12 +173,15 @@ async def _nodes(control: str, pipe: Connection) -> None:
     nodes = [_CurtNode(control, info, pace_s=PACE_S) for info in infos]
     for node in nodes:
         node.join()
-    longest_s, last_s, beat_s = 0.0, time.monotonic(), 0.0
+    longest_s = 0.0
+    last_s = time.monotonic()
+    beat_s = 0.0
     with contextlib.suppress(EOFError):
         while True:
             await asyncio.sleep(PACE_S)
             now_s = time.monotonic()
-            longest_s, last_s = max(longest_s, now_s - last_s - PACE_S), now_s
+            longest_s = max(longest_s, now_s - last_s - PACE_S)
+            last_s = now_s
             if now_s - beat_s > HEARTBEAT_S:
                 beat_s = now_s
                 for node in nodes:

@@ -12,7 +12,8 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device: the interpreter tests stand in", allow_module_level=True)
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16 = torch.bfloat16
+FP32 = torch.float32
 LENGTHS = (1, 15, 16, 17, 255, 256, 257, 1000, 4097, 0)
 PROMPTS = AttentionShape(
     contexts=(1000, 5, 2049, 129, 64), queries=(700, 5, 300, 129, 1), num_heads=32, kv_heads=8,

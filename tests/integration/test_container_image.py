@@ -32,7 +32,8 @@ TIMEOUT_S = 300.0
 BUILD_S = 1800.0  # for the base, the image and the processes in it
 QUOTE = "'"
 # Compose's variables, of which the defaults count.
-DEFAULT, DEFAULTED = r"\$\{\w+:-(.*?)\}", r"\1"
+DEFAULT = r"\$\{\w+:-(.*?)\}"
+DEFAULTED = r"\1"
 # Limits of this machine may be below podman's defaults.
 LIMITS = ("--ulimit", "nofile=1024:1024", "--ulimit", "nproc=1024:1024")
 ASK = """

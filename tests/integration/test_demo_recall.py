@@ -91,7 +91,8 @@ def test_it_recalls_what_transformers_recalls_and_a_damaged_block_costs_facts(
     wrap_transports(monkeypatch, blanking)
     (tmp_path / "damaged").mkdir()
     damaged = NodeThreads(tmp_path / "damaged", settings()).run(recalled)
-    told, whole = memory(), expected()
+    told = memory()
+    whole = expected()
     lost = [
         told.told.index(question.answer)
         for question, said, knew in zip(told.questions, damaged, whole, strict=True)

@@ -126,7 +126,8 @@ def test_a_large_batch_has_each_embedding_once_and_uses_both_nodes(cluster, fold
 
 
 def test_scores_of_embeddings_are_cosines(cluster, folder):
-    query, documents = TEXTS[0], [TEXTS[1], TEXTS[0], TEXTS[2]]
+    query = TEXTS[0]
+    documents = [TEXTS[1], TEXTS[0], TEXTS[2]]
     rows = [embedding_of(folder, ids_of(folder, text)) for text in (query, *documents)]
     expected = [float(rows[0] @ row) for row in rows[1:]]
     for names in (("text_1", "text_2"), ("queries", "documents")):
@@ -192,7 +193,8 @@ def judges(tmp_path_factory: pytest.TempPathFactory, reranker: Path) -> Iterator
 
 
 def test_a_reranker_says_how_likely_a_yes_is(judges, reranker):
-    query, documents = TEXTS[0], [TEXTS[1], TEXTS[2]]
+    query = TEXTS[0]
+    documents = [TEXTS[1], TEXTS[2]]
     expected = [score_of(reranker, ids_of(reranker, f"<q>{query}<d>{one}?")) for one in documents]
     _, reply = send(judges, "/v1/score", text_1=query, text_2=documents)
     assert [one["score"] for one in reply["data"]] == pytest.approx(expected, abs=TOLERANCE)

@@ -19,7 +19,8 @@ from tests.support.completions import ask, post
 from tests.support.node_threads import NodeThreads, always_local, never_local
 from tests.support.oracle import Oracle, prompt
 
-LENGTHS, NUM_TOP = (1, 2, 17, 70, 130), 4
+LENGTHS = (1, 2, 17, 70, 130)
+NUM_TOP = 4
 NUM_TOKENS = 12
 PLAIN = SamplingParams(seed=5, max_tokens=30, ignore_eos=True)
 SAMPLED = PLAIN.clone(
@@ -63,7 +64,8 @@ async def scores(llm: AsyncLLM) -> list[list[PromptScores]]:
         return list(await asyncio.gather(*map(one, LENGTHS)))
 
     cold, *_ = await asyncio.gather(asked(), other(1, None), other(2, 9))
-    hot, choices = await asked(), await one(LENGTHS[-1], n=3)
+    hot = await asked()
+    choices = await one(LENGTHS[-1], n=3)
     fewer = await one(LENGTHS[-1], logprobs=1)
     async for output in llm.generate(prompt(LENGTHS[-1]), PLAIN):
         last = output
@@ -183,7 +185,9 @@ def test_an_echo_has_them_before_those_of_the_output(cluster):
     choices = cluster.complete(**asked)["choices"]
     assert [one["index"] for one in choices] == [0, 1, 2, 3]
     for index, choice in enumerate(choices):
-        own, found, ids = plain[index // 2], choice["logprobs"], ASKED["prompt"][index // 2]
+        own = plain[index // 2]
+        found = choice["logprobs"]
+        ids = ASKED["prompt"][index // 2]
         assert {len(found[name]) for name in COLUMNS} == {len(ids) + 3}
         assert found["token_logprobs"][-3:] == own["logprobs"]["token_logprobs"]
         assert "".join(found["tokens"]).endswith(own["text"])

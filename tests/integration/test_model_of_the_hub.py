@@ -14,7 +14,8 @@ import pytest
 
 from baton.deploy.model_folder import CHECKPOINT
 
-NAME, COMMIT = "someone/tiny", "0" * 40
+NAME = "someone/tiny"
+COMMIT = "0" * 40
 FILES = {path.name: path for path in CHECKPOINT.iterdir() if path.is_file()}
 FETCH = """
 from baton.deploy.model_folder import with_model

@@ -23,7 +23,8 @@ GRAFANA = REPOSITORY / "deploy" / "grafana"
 OF_PROMETHEUS = {"job", "instance", "cluster", "namespace"}
 BLOCK = 16
 WAIT_S = 60.0
-PROMPT, NUM_TOKENS = prompt(4 * BLOCK + 1, salt=70), 8
+PROMPT = prompt(4 * BLOCK + 1, salt=70)
+NUM_TOKENS = 8
 BODY = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
 
 
@@ -102,7 +103,8 @@ def test_a_lost_node_stays_visible_as_0_and_one_that_leaves_as_planned_does_not(
 
 def test_a_request_is_one_trace_whose_stages_add_up_to_its_latency(cluster, collector):
     """The page has the same stages, and the client's trace goes on."""
-    trace, parent = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+    parent = "00f067aa0ba902b7"
     # So many tokens that a prefill node without a core for a while tells its stages before the end.
     body = {**BODY, "prompt": prompt(70, salt=71), "max_tokens": 100}
     with ask(cluster.url(""), body, traceparent=f"00-{trace}-{parent}-01") as reply:

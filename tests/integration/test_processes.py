@@ -78,7 +78,8 @@ def test_ranks_read_through_nixl(ranks, tmp_path):
 
 def test_a_prompt_goes_on_where_its_beginning_is_cached(tmp_path):
     config = tiny_cluster("qwen3", prefill=2, decode=2, cache={"num_blocks": 700})
-    begun, longer = prompt(80), [*prompt(80), *prompt(10, salt=1)]
+    begun = prompt(80)
+    longer = [*prompt(80), *prompt(10, salt=1)]
     names = ("prefill-0", "prefill-1", "decode-0", "decode-1")
     with Cluster(tmp_path, config) as cluster:
         answered(cluster, begun)

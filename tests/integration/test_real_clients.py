@@ -26,7 +26,8 @@ from tests.support.oracle import Oracle, count_ties, prompt
 
 pytestmark = [pytest.mark.release, pytest.mark.timeout(900)]
 
-INSTALL_S, RUN_S = 600.0, 200.0
+INSTALL_S = 600.0
+RUN_S = 200.0
 NUM_REQUESTS = 4
 TEXT = "What is 17 + 25?"
 
@@ -278,7 +279,8 @@ def cluster(tmp_path_factory):
 
 @pytest.mark.parametrize("name", TOOLS)
 def test_a_tool_reports_no_failed_request(name, cluster, tmp_path):
-    tool, environment = TOOLS[name], Environment(tmp_path)
+    tool = TOOLS[name]
+    environment = Environment(tmp_path)
     environment.pip("install", *tool.packages)
     tool.prepare(environment)
     done = environment.run(*(word.replace("{}", cluster.url("")) for word in tool.words))
@@ -287,7 +289,8 @@ def test_a_tool_reports_no_failed_request(name, cluster, tmp_path):
 
 
 def test_an_adapter_that_peft_saved_says_what_peft_says(tmp_path):
-    model, environment = model_folder("llama"), Environment(tmp_path)
+    model = model_folder("llama")
+    environment = Environment(tmp_path)
     environment.pip("install", "peft")
     done = environment.run("python", "-c", PEFT, str(model))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -235,7 +235,8 @@ def test_router_processes_share_one_port_and_die_alone(tmp_path):
         with ThreadPoolExecutor(8) as pool:
             lines = [connected_to(f"router-{number % 2}") for number in range(8)]
             assert list(pool.map(completed, lines, range(8))) == alone
-        ended, spared = streamed(first, 3_500), streamed(second, 300)
+        ended = streamed(first, 3_500)
+        spared = streamed(second, 300)
         assert next(ended)
         text = next(spared)
         next(

@@ -19,7 +19,8 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.release
 
 STOP_TIMEOUT_S = 120.0
-ROUTER, DECODE = 1, (2, 3)
+ROUTER = 1
+DECODE = (2, 3)
 BODY = {
     "prompt": "The code of Lima is 4071. The code of Oslo is 2210. " * 3
     + "What is the code of Oslo?",

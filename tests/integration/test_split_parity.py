@@ -135,7 +135,8 @@ def test_any_degrees_on_both_sides_say_what_one_rank_says(
     ranks: dict[Role, int] = {"prefill": prefill, "decode": decode}
     cluster = NodeThreads(tmp_path, never_local(config), ranks=ranks)
     # The same prompts again with the adapter, beside those without.
-    lengths, models = LENGTHS[2:] * 2, [folder] * 3 + [merged(folder, adapter, 2.0)] * 3
+    lengths = LENGTHS[2:] * 2
+    models = [folder] * 3 + [merged(folder, adapter, 2.0)] * 3
 
     async def some(llm: AsyncLLM) -> list[RequestOutput]:
         chosen = [None if model == folder else LoRARequest("mine") for model in models]
@@ -157,7 +158,8 @@ def test_any_degrees_on_both_sides_say_what_one_rank_says(
 def said_with_fp8_blocks(folder: Path, length: int) -> Expected:
     """What one rank says that computes the prompt itself, and the gaps between its logits."""
     text = Text("one", prompt(length), range(40))
-    token_ids, gaps = [], []
+    token_ids = []
+    gaps = []
     with loaded(compute_config(folder, kv_cache_dtype="fp8")) as runner:
         row = chunked_logits(runner, text, [CHUNK])[-1]
         for _ in range(NUM_TOKENS):
@@ -183,7 +185,8 @@ def test_fp8_blocks_take_a_quarter_of_the_bytes_to_any_degree(prefill, decode, t
         return await asyncio.gather(*(greedy(llm, prompt(n)) for n in LENGTHS))
 
     for length, output in zip(LENGTHS, cluster.run(some), strict=True):
-        expected, token_ids = said_with_fp8_blocks(folder, length), output.outputs[0].token_ids
+        expected = said_with_fp8_blocks(folder, length)
+        token_ids = output.outputs[0].token_ids
         if prefill == decode:
             assert token_ids == expected.token_ids
         else:  # the sums over ranks have other bits, which may round to other codes

@@ -26,7 +26,8 @@ STATE_BLOCKS = {
     "lfm2_moe": 1,
     "kimi_linear": 35,
 }
-BLOCK_BYTES, LATENT_BYTES = 4096, 2560
+BLOCK_BYTES = 4096
+LATENT_BYTES = 2560
 
 
 def config_of(kind: str, **cache: bool) -> ClusterConfig:
@@ -82,7 +83,8 @@ def test_a_decode_node_computes_prompts_of_its_own(kind, tmp_path):
 
 @pytest.mark.parametrize("is_split", [True, False])
 def test_a_prompt_goes_on_from_a_checkpoint_of_the_cache(is_split, tmp_path):
-    length, token_ids = 197, prompt(197)
+    length = 197
+    token_ids = prompt(197)
     cluster = NodeThreads(
         tmp_path, (never_local if is_split else always_local)(config_of(KINDS[0]))
     )

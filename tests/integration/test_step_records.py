@@ -19,7 +19,9 @@ from tests.support.node_threads import NodeThreads, always_local, never_local, w
 from tests.support.oracle import prompt
 from tests.support.watched_transport import WatchedTransport
 
-CHUNK, CHUNKS, PROMPTS = 64, 4, 3
+CHUNK = 64
+CHUNKS = 4
+PROMPTS = 3
 NUM_STEPS = CHUNKS * PROMPTS
 DEADLINE_S = 60.0
 # Some thousand steps: such a request still runs when others come and go, however slow this is.
@@ -81,7 +83,9 @@ class Meeting:
 
     def compute(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Count and hold the chunks of prompts, which prefill alone computes here."""
-        launch, collect, steps = Runner.launch, Runner.collect, iter(range(NUM_STEPS))
+        launch = Runner.launch
+        collect = Runner.collect
+        steps = iter(range(NUM_STEPS))
         chunks: set[tuple[Runner, int]] = set()
 
         def noted(runner: Runner, plan: StepPlan) -> None:

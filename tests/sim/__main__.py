@@ -20,7 +20,10 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     given = parser.parse_args()
     seeds = range(given.first, (given.first if given.last is None else given.last) + 1)
-    num_bad, gap_s, turn_s, began_s = 0, 0.0, 0.0, time.monotonic()
+    num_bad = 0
+    gap_s = 0.0
+    turn_s = 0.0
+    began_s = time.monotonic()
     fates: Counter[str] = Counter()
     met: Counter[tuple[str, str]] = Counter()
     # A process for each schedule: it ends sooner than a collector would find what is left.

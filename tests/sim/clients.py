@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 # The longest that a connected client waits for a token without faults, and where reads take longer
 # than leases, so that most of them are made again.
-SILENCE_S, SLOW_SILENCE_S = 15.0, 30.0
+SILENCE_S = 15.0
+SLOW_SILENCE_S = 30.0
 PATIENCE_S = 25.0  # for a whole response
 RETRIED = (
     "shutting_down", "stream_taken_over", "queue_timeout", "no_nodes", "queue_full", "not_ready",
@@ -31,10 +32,12 @@ class Client:
 
     def __init__(self, world: "World", number: int) -> None:
         rng = world.rng
-        self.world, self.number = world, number
+        self.world = world
+        self.number = number
         self.prompt = [rng.randrange(VOCAB) for _ in range(rng.choice((3, 20, 50, LONGEST_PROMPT)))]
         if rng.random() < 0.6:  # a prefix that others have, too
-            num_shared, document = rng.choice((16, 80)), 100 * rng.randrange(5)
+            num_shared = rng.choice((16, 80))
+            document = 100 * rng.randrange(5)
             self.prompt[:num_shared] = range(document, document + min(num_shared, len(self.prompt)))
         self.n = rng.choice((1, 1, 1, 2, 3))
         self.seed = rng.randrange(1 << 40)
@@ -62,7 +65,8 @@ class Client:
 
     async def go_on(self) -> None:
         """Wait for another client's response, and take it for the beginning of the prompt."""
-        world, rng = self.world, self.world.prefix_rng
+        world = self.world
+        rng = self.world.prefix_rng
         other = rng.choice([one for one in world.clients if one is not self])
         for _ in range(20):
             if other.is_done:
@@ -116,7 +120,8 @@ class Client:
 
     async def _connect(self) -> None:
         """Ask once, and read until the response ends, the connection breaks, or it leaves."""
-        world, rng = self.world, self.world.rng
+        world = self.world
+        rng = self.world.rng
         exchange = self._again() if self.event_id else self._first()
         if not exchange.begin():
             return
@@ -202,7 +207,8 @@ class Client:
 
     def _take(self, chunk: dict[str, Any], *, is_first: bool) -> None:
         """Check that each token is what some node says after exactly the tokens before it."""
-        choice, world = chunk["index"], self.world
+        choice = chunk["index"]
+        world = self.world
         for token in chunk["token_ids"]:
             context = self.contexts[choice]
             if self.is_whole[choice]:
@@ -231,7 +237,8 @@ class Client:
 
     def _next_token(self, choice: int, salt: int) -> int:
         """Return what a node says after the tokens of a choice, by the rule of this client."""
-        context, output = self.contexts[choice], self.outputs[choice]
+        context = self.contexts[choice]
+        output = self.outputs[choice]
         return first_allowed(
             lambda i: next_token(context, self.seed + i, choice, salt),
             lambda token: self.rule.allows(self.prompt, output, token),

@@ -72,7 +72,8 @@ class Process:
         self._go_on()
 
     def _go_on(self) -> None:
-        waiting, self._waiting = self._waiting, []
+        waiting = self._waiting
+        self._waiting = []
         self.loop.run_again(waiting)
 
     def kill(self) -> None:
@@ -204,8 +205,10 @@ class _Handle:
         self, loop: SimLoop, when: float, callback: Callable[..., object], args: tuple[Any, ...],
         context: Context | None,
     ) -> None:  # fmt: skip
-        self._loop, self._when = loop, when
-        self._callback, self._args = callback, args
+        self._loop = loop
+        self._when = when
+        self._callback = callback
+        self._args = args
         self._context = copy_context() if context is None else context
         self.process = self._context.get(PROCESS)
         self._is_cancelled = False

@@ -31,7 +31,8 @@ NUM_HEADS = 2  # of whose slots a block holds one after the other
 SLOT_BYTES = 8
 BLOCK_BYTES = NUM_HEADS * BLOCK_SIZE * SLOT_BYTES
 FULL_CHECK_EVERY = 16  # decode steps; the others check the last slots alone
-_MIX, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
+_MIX = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
 
 
 @dataclass(slots=True, eq=False)
@@ -101,7 +102,9 @@ class CheckedModel:
         self.slots: list[list[Context | int | None]] = [
             [None] * (NUM_HEADS * BLOCK_SIZE) for _ in range(num_blocks)
         ]
-        self._root, self.says, self._masks = root, says, masks
+        self._root = root
+        self.says = says
+        self._masks = masks
         self.failed: dict[Key, str] = {}  # why nothing may come, in the last step
         self._sampled: dict[tuple[Key, int], int] = {}
 
@@ -121,7 +124,8 @@ class CheckedModel:
         self.slots[block] = [context, *rest, context.digest]
 
     def _compute(self, part: Slice) -> tuple[int, ...]:
-        context, sampled = self._before(part), []
+        context = self._before(part)
+        sampled = []
         allows = self._rule_of(part)
         for position in range(part.start, part.start + part.length):
             if part.token_ids:
@@ -134,7 +138,8 @@ class CheckedModel:
                 continue
             for choice in part.samples if allows is not None else ():
                 assert part.sampling is not None
-                says, seed = partial(self.says, context), part.sampling.seed
+                says = partial(self.says, context)
+                seed = part.sampling.seed
                 token = first_allowed(lambda i: says(seed + i, choice), allows)  # noqa: B023
                 self._sampled[part.key.of_choice(choice), position + 1] = token
                 sampled.append(token)
@@ -144,7 +149,8 @@ class CheckedModel:
 
     def _rule_of(self, part: Slice) -> Callable[[int], bool] | None:
         """Return what says of a token whether it may come; None if that is not known yet."""
-        masks, sampling = self._masks, part.sampling
+        masks = self._masks
+        sampling = part.sampling
         if masks is None or sampling is None:
             return _anything
         if not part.samples or not sampling.depends_on_output:
@@ -178,11 +184,13 @@ class CheckedModel:
         if found is None or found.length != part.start:
             raise WrongStep(f"{part.key}: the slot before {part.start} is of another sequence")
         is_whole = part.length > 1 or part.start % FULL_CHECK_EVERY == 0
-        context, position = found, part.start - 1
+        context = found
+        position = part.start - 1
         while context.before is not None and context.length > 1:
             if not is_whole and found.length - context.length >= BLOCK_SIZE:
                 break
-            context, position = context.before, position - 1
+            context = context.before
+            position = position - 1
             if self.slot(part, position) is not context:
                 raise WrongStep(f"{part.key}: position {position} is of another sequence")
         return found
@@ -204,7 +212,9 @@ class SimExecutor:
         self.model = CheckedModel(num_blocks, root, partial(next_token, salt=salt), masks)
         self.ports: tuple[TransferPort, ...] = ()
         self.generations = [0] * num_blocks
-        self._process, self._salt, self._step_s = process, salt, step_s
+        self._process = process
+        self._salt = salt
+        self._step_s = step_s
         self.wake: Callable[[], None] = lambda: None
         self.error: WrongStep | LookupError | NodeError | None = None  # the next `poll` raises it
         self._is_broken = False  # a rank has died, so no step ends

@@ -23,7 +23,8 @@ class Port:
     """The kernel's side of a port: it gives each connection to one process that listens."""
 
     def __init__(self, loop: SimLoop, rng: random.Random) -> None:
-        self.loop, self.rng = loop, rng
+        self.loop = loop
+        self.rng = rng
         self.listening: dict[Process, Listening] = {}
         self.exchanges: dict[Exchange, None] = {}  # whose connections the client has not closed
         loop.listen = lambda process, make: Listening(self, process, make)
@@ -46,7 +47,9 @@ class Listening:
     """What a process has of the port. It is also the one socket of it."""
 
     def __init__(self, port: Port, process: Process, make: Callable[[], asyncio.Protocol]) -> None:
-        self._port, self._process, self._make = port, process, make
+        self._port = port
+        self._process = process
+        self._make = make
         self._unaccepted: dict[Exchange, None] = {}
         port.listening[process] = self
 
@@ -87,7 +90,9 @@ class Wire(asyncio.Transport):
 
     def __init__(self, loop: SimLoop, protocol: asyncio.Protocol, exchange: "Exchange") -> None:
         super().__init__({"socket": SOCKET})
-        self._loop, self._protocol, self._exchange = loop, protocol, exchange
+        self._loop = loop
+        self._protocol = protocol
+        self._exchange = exchange
         self._is_closing = self._is_full = False
         protocol.connection_made(self)
 
@@ -149,7 +154,8 @@ class Exchange:
         data = b"" if body is None else json.dumps(body).encode()
         fields = {"Host": "baton", "Content-Length": len(data), **headers}
         lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-        self._port, self._on_event = port, on_event
+        self._port = port
+        self._on_event = on_event
         self._request = f"{start} HTTP/1.1\r\n{lines}\r\n".encode() + data
         self.process: Process | None = None  # that has the connection
         self.wire: Wire | None = None  # once it has accepted it
@@ -170,7 +176,8 @@ class Exchange:
         world_call_at(self._port.loop, self._port.loop.time() + seconds, self._wake)
 
     def _wake(self) -> None:
-        self._is_dozing, self.num_unread = False, 0
+        self._is_dozing = False
+        self.num_unread = 0
         while self._under_way:
             self._receive()
         self._to_router(LATENCY_S, Wire.flow)
@@ -193,7 +200,8 @@ class Exchange:
         self._to_router(LATENCY_S + after_s, lambda wire: wire.lose(error))
 
     def _to_router(self, after_s: float, act: Callable[[Wire], None]) -> None:
-        loop, process = self._port.loop, self.process
+        loop = self._port.loop
+        process = self.process
 
         def arrive() -> None:
             if self.wire is not None:

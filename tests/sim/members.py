@@ -57,7 +57,9 @@ class Member:
     """A place in the cluster, in which one process lives after the other."""
 
     def __init__(self, world: "World", name: str, life: int = 0) -> None:
-        self.world, self.name, self.life = world, name, life
+        self.world = world
+        self.name = name
+        self.life = life
         self.process = Process(world.loop, name)
         self.process.is_dead = True
 
@@ -94,7 +96,8 @@ class Member:
         process = self.process
         if process.is_frozen:
             process.clock_offset_s += clock_jump_s
-            process.is_frozen, process.is_stalled = False, True
+            process.is_frozen = False
+            process.is_stalled = True
             self.world.loop.run_at(self.world.loop.time() + stalled_s, self.unstall)
 
     def stall(self) -> None:
@@ -141,7 +144,8 @@ class SimNode(Member):
         self.process.start(self._beat())
 
     def _build(self) -> None:
-        world, process = self.world, self.process
+        world = self.world
+        process = self.process
         self.epoch = Epoch(f"{self.name}-{self.life}")
         node_id = NodeId(self.name)
         self.vitals = Vitals()
@@ -301,7 +305,8 @@ class SimNode(Member):
             self._next_turn = self.process.run(self.world.loop.call_at, at_s, self._turn)
 
     def _turn(self) -> None:
-        self._turn_at_s, self._next_turn = float("inf"), None
+        self._turn_at_s = float("inf")
+        self._next_turn = None
         if (now_s := self.world.loop.time()) < self.hung_until_s:
             self._turn_by(self.hung_until_s)
             return

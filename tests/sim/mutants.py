@@ -143,10 +143,13 @@ def _take_peers_for_granted(sockets: EngineSockets, info: NodeInfo) -> None:
         _DIAL(sockets, info)
 
 
-_SLICE, _SETTLED = Sequence.slice, EngineLoop._settled
-_CONNECT, _DIAL = Dialer._connect, EngineSockets._dial
+_SLICE = Sequence.slice
+_SETTLED = EngineLoop._settled
+_CONNECT = Dialer._connect
+_DIAL = EngineSockets._dial
 _RELEASE = Node.release
-_WANTED, _PREFIX_OFFERED = PrefixOffers.wanted, PrefixReads.offered
+_WANTED = PrefixOffers.wanted
+_PREFIX_OFFERED = PrefixReads.offered
 _CHANGED = Dialer._changed
 
 
@@ -278,7 +281,8 @@ def first_found(name: str, seeds: range) -> Result | None:
 
 def _lanes_for(name: str, seed: int) -> list[list[Fault]] | None:
     """Return lanes of the faults that show a mutant; None for those of the seed."""
-    kinds, rng = SHOWN_BY.get(name), random.Random(seed)
+    kinds = SHOWN_BY.get(name)
+    rng = random.Random(seed)
     return None if kinds is None else [faults_of(rng, kinds), faults_of(rng, kinds)]
 
 

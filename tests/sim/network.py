@@ -55,7 +55,8 @@ class Network:
     """
 
     def __init__(self, loop: SimLoop, rng: random.Random, complain: Callable[[str], None]) -> None:
-        self.loop, self.rng = loop, rng
+        self.loop = loop
+        self.rng = rng
         self.listeners: dict[str, RouterSocket] = {}
         self.cut: set[Pair] = set()  # refuses connections
         self.silent: set[Pair] = set()  # drops bytes
@@ -145,7 +146,8 @@ class Connection:
     """One connection of one dialer. What is sent after its end vanishes."""
 
     def __init__(self, link: "Link", router: "RouterSocket") -> None:
-        self.link, self.router = link, router
+        self.link = link
+        self.router = router
         self.network = router.network
         self.ends = link.socket.process, router.process
         self.began_s = self.network.loop.time()
@@ -173,7 +175,8 @@ class Connection:
 
     def resume(self) -> None:
         """Carry what has waited, when TCP sends it again. What is sent now comes later."""
-        stalled, self._stalled = self._stalled, []
+        stalled = self._stalled
+        self._stalled = []
         if stalled and not self.is_lost:
             again_s = self.network.loop.time() + self.network.rng.choice((0.0, 0.2, 0.8))
             self._last_s = [max(last_s, again_s) for last_s in self._last_s]
@@ -234,7 +237,10 @@ class SimChannels(Channels):
     def __init__(
         self, network: Network, process: Process, wake: Callable[[], None], keys: Keys = NO_KEYS
     ) -> None:
-        self.network, self.process, self.wake, self.keys = network, process, wake, keys
+        self.network = network
+        self.process = process
+        self.wake = wake
+        self.keys = keys
         self.timeout_s = 0.0
         self.opened: list[SimDialer | SimListener] = []  # type: ignore[type-arg]
 
@@ -277,7 +283,8 @@ class SimDialer(Dialer[Out, In]):
         self, channels: SimChannels, endpoint: str, name: bytes, outgoing: Codec[Out],
         incoming: Codec[In],
     ) -> None:  # fmt: skip
-        self.process, self.network = channels.process, channels.network
+        self.process = channels.process
+        self.network = channels.network
         self.open_wire = channels.open_wire  # type: ignore[assignment]
         self.clock = self.network.loop.time
         self.is_closed = False
@@ -313,7 +320,8 @@ class SimListener(Listener[Out, In]):
     def __init__(
         self, channels: SimChannels, endpoint: str, outgoing: Codec[Out], incoming: Codec[In]
     ) -> None:
-        self.process, self.network = channels.process, channels.network
+        self.process = channels.process
+        self.network = channels.network
         self.open_wire = channels.open_wire  # type: ignore[assignment]
         self.clock = self.network.loop.time
         self.is_closed = False
@@ -351,7 +359,8 @@ class SimWire(Wire):
         self._sim = socket
         self.endpoint = ""
         self.num_malformed = 0
-        self._network, self._process = channels.network, channels.process
+        self._network = channels.network
+        self._process = channels.process
         self._wake = channels.wake  # type: ignore[assignment]
         self._number = next(self._network.numbers)
         self._is_awake = False
@@ -370,7 +379,8 @@ class SimWire(Wire):
         return self._sim.is_readable()
 
     def changes(self) -> list[ConnectionChange]:
-        changes, self._sim.changes = self._sim.changes, []
+        changes = self._sim.changes
+        self._sim.changes = []
         return changes
 
     def wake_if_readable(self, anything_else: bool = False) -> None:
@@ -417,8 +427,11 @@ class Link:
     """What libzmq makes of one `connect`: a queue, and a connection that it makes again."""
 
     def __init__(self, socket: "DealerSocket", endpoint: str, identity: bytes) -> None:
-        self.socket, self.endpoint, self.identity = socket, endpoint, identity
-        self.network, self.key = socket.network, socket.key
+        self.socket = socket
+        self.endpoint = endpoint
+        self.identity = identity
+        self.network = socket.network
+        self.key = socket.key
         self.connection: Connection | None = None
         self.unsent: deque[bytes] = deque()
         self.is_over = False
@@ -442,7 +455,8 @@ class Link:
                 self.retry_in(self.network.rng.uniform(*RECONNECT_S))
 
     def _try(self) -> None:
-        process, network = self.socket.process, self.network
+        process = self.socket.process
+        network = self.network
         if self.is_over or process.is_dead or self.connection is not None:
             return
         router = network.listeners.get(self.endpoint)
@@ -469,7 +483,8 @@ class DealerSocket:
     """The socket of a dialer."""
 
     def __init__(self, channels: SimChannels) -> None:
-        self.network, self.process = channels.network, channels.process
+        self.network = channels.network
+        self.process = channels.process
         self.link: Link | None = None
         self.key: KeyPair | None = None  # of the next connection
         self.changes: list[ConnectionChange] = []
@@ -491,7 +506,8 @@ class DealerSocket:
             self.link = None
             if self.network.rng.random() < 0.1:
                 # The I/O thread has just noticed something, and hears of this a moment later.
-                loop, late = self.network.loop, self.network.rng.choice(LATE_CHANGES)
+                loop = self.network.loop
+                late = self.network.rng.choice(LATE_CHANGES)
                 world_call_at(loop, loop.time() + 0.0002, lambda: self.changed(late))
         self._inbox.clear()
 
@@ -533,7 +549,8 @@ class Pipe:
     """What a listener's socket has of one connection."""
 
     def __init__(self, identity: bytes, connection: Connection) -> None:
-        self.identity, self.connection = identity, connection
+        self.identity = identity
+        self.connection = connection
         self.frames: deque[bytes] = deque()
         self.is_closed = False  # its connection has ended; its frames can still be read
 
@@ -542,7 +559,8 @@ class RouterSocket:
     """The socket of a listener, with ROUTER_MANDATORY and ROUTER_HANDOVER."""
 
     def __init__(self, channels: SimChannels) -> None:
-        self.network, self.process = channels.network, channels.process
+        self.network = channels.network
+        self.process = channels.process
         self.key: KeyPair | None = None
         self.changes: list[ConnectionChange] = []
         self.notify: Callable[[], None]
@@ -600,7 +618,8 @@ class RouterSocket:
 
     def send(self, part: bytes, flags: int) -> None:
         if not flags & zmq.SNDMORE:
-            connection, link = self._receiver.connection, self._receiver.connection.link
+            connection = self._receiver.connection
+            link = self._receiver.connection.link
             connection.carry(1, lambda: link.socket.take(link, part))
             return
         self.network.check_memory(self.process)

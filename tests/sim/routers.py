@@ -67,7 +67,8 @@ class SimRouter(Member):
             router=self.config,
             node=NodeConfig(detached_s=DETACHED_S),
         )
-        process, network = self.process, self.world.network
+        process = self.process
+        network = self.world.network
         self.core = RouterCore(
             config,
             process.clock,

@@ -83,7 +83,8 @@ class SimMasks(TokenMasks):
 
     def __init__(self, clock: Callable[[], float], compile_s: Callable[[], float]) -> None:
         super().__init__(Path(), VOCAB, EOS)
-        self._clock, self._compile_s = clock, compile_s
+        self._clock = clock
+        self._compile_s = compile_s
         self._ready_s: dict[str, float] = {}
 
     def allowed(self, part: Slice, tokens: tuple[int, ...]) -> Callable[[int], bool] | NoMask:
@@ -101,7 +102,8 @@ class SimMasks(TokenMasks):
         return lambda token: (bits is None or bool(bits[token])) and token not in penalized
 
     def _compile(self, grammar: str) -> tuple[Future[LLMatcher], bool]:
-        now_s, compiled = self._clock(), Future[LLMatcher]()
+        now_s = self._clock()
+        compiled = Future[LLMatcher]()
         if self._ready_s.setdefault(grammar, now_s + self._compile_s()) <= now_s:
             compiled.set_result(_matcher(grammar))
         return compiled, False

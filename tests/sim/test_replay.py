@@ -62,7 +62,8 @@ class _Recorded:
         self.executor = mock.Mock(ports=ports, poll=self._poll)
 
     def receive(self) -> list[object]:
-        events, self.links = self.links, []
+        events = self.links
+        self.links = []
         return events
 
     def to_router(self, origin: int, message: object) -> None:
@@ -79,7 +80,8 @@ class _Recorded:
         return self.results.popleft() if self.results else None
 
     def _poll_rank(self, rank: int) -> list[object]:
-        events, self.of_rank[rank] = self.of_rank[rank], []
+        events = self.of_rank[rank]
+        self.of_rank[rank] = []
         return events
 
 
@@ -138,7 +140,8 @@ def test_a_dumped_ring_is_replayed_to_the_same_state(seed, tmp_path):
         said.setdefault(sockets, []).append(command)
         real_to_peer(sockets, command)
 
-    real_to_router, real_to_peer = EngineSockets.to_router, EngineSockets.to_peer
+    real_to_router = EngineSockets.to_router
+    real_to_peer = EngineSockets.to_peer
     lives: list[SimNode] = []
     real_build = SimNode._build
 

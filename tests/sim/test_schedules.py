@@ -58,7 +58,8 @@ def test_a_schedule_that_has_found_a_fault_finds_none(seed):
 
 def test_a_seed_decides_everything():
     for seed in (1, 3):
-        one, again = simulate(seed), simulate(seed)
+        one = simulate(seed)
+        again = simulate(seed)
         assert (one.met, one.fates, one.virtual_s, one.log) == (
             again.met, again.fates, again.virtual_s, again.log,
         )  # fmt: skip
@@ -71,8 +72,10 @@ def test_without_a_fault_every_handoff_lands():
         assert "Done" in met
 
 
-CUT_S, HEALED_S = 1005.0, 1026.0
-FIRST_SEED, LAST_SEED = 191, 198
+CUT_S = 1005.0
+HEALED_S = 1026.0
+FIRST_SEED = 191
+LAST_SEED = 198
 
 
 @dataclass
@@ -103,7 +106,9 @@ def told_of_pairs(seed: int, lanes: list[list[Fault]]) -> tuple[Result, list[Tol
             note("sent", [node for node, _load in decision.loads])
             yield selection, decision
 
-    real_failed, real_reached, real_take = Pairs.failed, Pairs.reached, Admission.take
+    real_failed = Pairs.failed
+    real_reached = Pairs.reached
+    real_take = Admission.take
     with (
         mock.patch.object(Pairs, "failed", failed),
         mock.patch.object(Pairs, "reached", reached),
@@ -127,7 +132,8 @@ def test_requests_leave_a_cut_pair_within_five_seconds_and_none_probes_it():
         if not failed:
             continue  # no request was on its way between the two
         num_met += 1
-        pair, first_s = failed[0].pair, failed[0].at_s
+        pair = failed[0].pair
+        first_s = failed[0].at_s
         of_pair = [one for one in told if one.pair == pair]
         sent_s = [one.at_s for one in of_pair if one.what == "sent"]
         reached_s = next(one.at_s for one in of_pair if one.what == "reached")

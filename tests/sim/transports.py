@@ -60,7 +60,8 @@ class Owner:
         self, rank: int, blocks: Sequence[int], offset: int, num_bytes: int
     ) -> tuple[int, ...]:
         """Return a checksum of these bytes of each block that a rank has."""
-        heads, slots = self.heads(rank, offset, num_bytes), self.executor.model.slots
+        heads = self.heads(rank, offset, num_bytes)
+        slots = self.executor.model.slots
         rows = (tuple(map(_bits, slots[block][heads])) for block in blocks)
         return tuple(hash(row) & 0xFFFFFFFF for row in rows)
 
@@ -91,7 +92,10 @@ class SimTransport:
     progress_s: float | None = None
 
     def __init__(self, world: "World", own: Owner, rank: int) -> None:
-        self._world, self._own, self._rank, self._rng = world, own, rank, world.rng
+        self._world = world
+        self._own = own
+        self._rank = rank
+        self._rng = world.rng
         self._handles = itertools.count(1)
         self._posted: dict[int, _Posted] = {}
         self._peers: dict[PeerRank, tuple[Owner, BlockSlice]] = {}
@@ -146,11 +150,13 @@ class SimTransport:
         world_call_at(self._world.loop, self._world.loop.time() + seconds, then)
 
     def _copy(self, posted: _Posted) -> None:
-        pool, local = self._own.pool, posted.command.local
+        pool = self._own.pool
+        local = posted.command.local
         is_kept = all(pool.references(block) or block in pool._quarantined for block in local)
         if not is_kept or pool.generations_of(local) != posted.generations:
             self._world.problem(f"a read of {self._own.process.name} lands in blocks of others")
-        owner, part = posted.owner, posted.part
+        owner = posted.owner
+        part = posted.part
         theirs = owner.heads(posted.command.peer.rank, part.remote_offset, part.num_bytes)
         ours = self._own.heads(self._rank, part.local_offset, part.num_bytes)
         slots = self._own.executor.model.slots
@@ -225,8 +231,11 @@ class SimPort:
         process = owner.process
         checksums = partial(owner.checksums, rank) if verifies else None
         self._turns = AgentTurns([transport], LIMITS, process.clock, checksums)
-        self._process, self._rng, self._wake = process, rng, wake
-        self._owner, self._rank = owner, rank
+        self._process = process
+        self._rng = rng
+        self._wake = wake
+        self._owner = owner
+        self._rank = rank
         self._events: list[AgentEvent] = []
         self._due: asyncio.TimerHandle | None = None
         transport.wake = lambda: process.call(self.pump)
@@ -247,7 +256,8 @@ class SimPort:
     def poll(self) -> list[AgentEvent]:
         if self._is_dead and not self._events and self._owner.executor.error is not None:
             raise NodeError(f"the transfer agent of rank {self._rank} is gone")
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         return events
 
     def pump(self) -> None:

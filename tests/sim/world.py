@@ -215,7 +215,8 @@ class World:
             await asyncio.sleep(PULSE_S)
             for router in self.routers:
                 if router.is_up:
-                    due_s, process = self.loop.time(), router.process
+                    due_s = self.loop.time()
+                    process = router.process
                     process.call(partial(self._feel_pulse, router, process, due_s))
 
     def _feel_pulse(self, router: SimRouter, process: Process, due_s: float) -> None:
@@ -237,7 +238,8 @@ class World:
 
     def _check_joined(self, node: SimNode, router: SimRouter) -> None:
         """Check that a living node in touch with a router is in service there."""
-        pair, now_s = (node.process, router.process), self.loop.time()
+        pair = (node.process, router.process)
+        now_s = self.loop.time()
         is_calm = (
             node.is_up
             and router.is_up

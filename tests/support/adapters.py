@@ -26,7 +26,8 @@ def write_adapter(
     `ranks` are those of some layers, by the ends of their names; of the modules `whole`, it has
     others instead.
     """
-    folder, generator = scratch_folder("adapter"), torch.Generator().manual_seed(seed)
+    folder = scratch_folder("adapter")
+    generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, weight in load_file(model / "model.safetensors").items():
         layer = name.removesuffix(".weight")

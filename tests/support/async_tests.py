@@ -44,7 +44,9 @@ def with_bench(*names: str, run: Callable[[AsyncTest, Path], None]) -> Callable[
                 for name in (*wanted, "tmp_path")
             ]
         )
-        call.__name__, call.__doc__, call.__module__ = test.__name__, test.__doc__, test.__module__
+        call.__name__ = test.__name__
+        call.__doc__ = test.__doc__
+        call.__module__ = test.__module__
         return call
 
     return decorate

@@ -12,8 +12,11 @@ from collections.abc import Iterator
 from itertools import cycle
 from typing import NamedTuple
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-RESPONSES, TOKENIZE, DETOKENIZE = "/v1/responses", "/tokenize", "/detokenize"
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
+TOKENIZE = "/tokenize"
+DETOKENIZE = "/detokenize"
 MESSAGES = "/v1/messages"
 JSON = "application/json"
 
@@ -39,7 +42,8 @@ def nested(begin: str, end: str, depth: int = 10_000, middle: str = "") -> str:
 MIB = 1 << 20
 LONG = "a" * MIB
 MANY = "{" + ",".join(f'"{number}":1' for number in range(5000)) + "}"
-LISTS, OBJECTS = nested("[", "]"), nested('{"a":', "}", middle="1")
+LISTS = nested("[", "]")
+OBJECTS = nested('{"a":', "}", middle="1")
 
 # The fields that a body needs besides the one that is wrong.
 WHOLE = {

@@ -67,8 +67,10 @@ def report_of(runs: Sequence[Run], *, command: str = "run", title: str = "A load
 def answered(index: int, at_s: float, token_times_s: Sequence[float]) -> Record:
     """A request that was sent on time and got one token at each of these times after `at_s`."""
     record = request(at_s, token_times_s, index=index)
-    record.first_byte_s, record.status = record.arrivals[0].at_s, 200
-    record.prompt_tokens, record.cached_tokens = 512, 0
+    record.first_byte_s = record.arrivals[0].at_s
+    record.status = 200
+    record.prompt_tokens = 512
+    record.cached_tokens = 0
     record.output_tokens = len(record.arrivals)
     return record
 
@@ -167,7 +169,8 @@ def loads(draw: st.DrawFn) -> list[Record]:
         gaps = draw(st.lists(st.tuples(st.integers(1, 400), st.integers(1, 4)), max_size=4))
         counted = sorted(set(Outcome) - {Outcome.STOPPED})
         outcome = draw(st.sampled_from(counted)) if gaps else Outcome.TRUNCATED
-        now_s, chunks = 0.0, []
+        now_s = 0.0
+        chunks = []
         for gap_ms, count in gaps:
             now_s += gap_ms / 1e3
             chunks.append((now_s, count))

@@ -146,7 +146,8 @@ def work(pair: Ends, dialer: Dialer[ToRouter, ToNode], until: Callable[[], bool]
     """Keep both sides at work until a condition holds; nothing but the end of a session is said."""
     end_s = monotonic() + DEADLINE_S
     while not until():
-        heard, said = pair.listener.receive(), dialer.receive()
+        heard = pair.listener.receive()
+        said = dialer.receive()
         assert heard is None or heard.disconnected
         assert said is None or isinstance(said, Disconnected)
         assert monotonic() < end_s

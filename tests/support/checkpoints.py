@@ -171,7 +171,8 @@ def _config(model: _Model) -> dict[str, object]:
 
 def _tensors(model: _Model) -> dict[str, Tensor]:
     """Scales found by trial: attention matters, no token is repeated, logits are far apart."""
-    hidden, width = model.hidden_size, model.width
+    hidden = model.hidden_size
+    width = model.width
     random = _Random(model)
     tensors = {
         "model.embed_tokens.weight": random.matrix(model.vocab_size, hidden, 0.5),
@@ -179,7 +180,8 @@ def _tensors(model: _Model) -> dict[str, Tensor]:
     }
     if not model.tie:
         tensors["lm_head.weight"] = random.matrix(model.vocab_size, hidden, 4 / math.sqrt(hidden))
-    queries, keys = model.num_heads * width, model.num_kv_heads * width
+    queries = model.num_heads * width
+    keys = model.num_kv_heads * width
     linear = {
         "self_attn.q_proj": (queries, hidden, model.attention_bias or model.family == "qwen2"),
         "self_attn.k_proj": (keys, hidden, model.attention_bias or model.family == "qwen2"),

@@ -211,6 +211,8 @@ def free_port() -> int:
     raise AssertionError("this process has used up its ports")
 
 
-_FIRST_PORT, _PORTS_PER_PROCESS, _NUM_SHARES = 10_000, 200, 110
+_FIRST_PORT = 10_000
+_PORTS_PER_PROCESS = 200
+_NUM_SHARES = 110
 _SHARE = _FIRST_PORT + os.getpid() % _NUM_SHARES * _PORTS_PER_PROCESS
 _OWN_PORTS = iter(range(_SHARE, _SHARE + _PORTS_PER_PROCESS))

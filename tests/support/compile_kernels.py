@@ -43,7 +43,8 @@ GPUS = {
 }
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
 # A block takes 1 KiB of shared memory more than it asks for.
-REGISTERS, RESERVED_BYTES = 65_536, 1024
+REGISTERS = 65_536
+RESERVED_BYTES = 1024
 HEADS = 32
 CAPS, SINKS = (100, 50.0), (100, None, torch.zeros(HEADS))  # with a window
 TYPES = {
@@ -72,7 +73,8 @@ def main() -> None:
 
 def cases() -> dict[str, Callable[[], object]]:
     """Every row of the tilings, windows and ordered sums, and what else a model of 8B launches."""
-    bf16, fp32 = torch.bfloat16, torch.float32
+    bf16 = torch.bfloat16
+    fp32 = torch.float32
     names = {bf16: "bf16", fp32: "fp32", paged.FP8: "fp8"}
     found: dict[str, Callable[[], object]] = {}
     for name, row in (
@@ -123,7 +125,8 @@ def _rope(dtype: torch.dtype, *, norm: bool, fp8_pool: bool = False) -> object:
 
     q, k, v = torch.split(torch.empty(9, 48, 128, dtype=dtype), [32, 8, 8], dim=1)
     weight = torch.ones(128, dtype=dtype) if norm else None
-    positions, slots = torch.arange(9), torch.arange(9)
+    positions = torch.arange(9)
+    slots = torch.arange(9)
     table = rotation_table(16, 128)
     pool = torch.empty(2, 8, 2, 2, 16, 128, dtype=dtype)
     pool = in_fp8(pool)[0] if fp8_pool else pool
@@ -134,8 +137,10 @@ def _latent(dtype: torch.dtype, heads: int) -> None:
     """The rows of all published models, and the heads of a rank or of a whole model."""
     from baton.kernels.cuda import latent_attention as kernels
 
-    x, pool = torch.empty(9, heads + 1, 576, dtype=dtype), torch.empty(80, 1, 2, 1, 16, 576)
-    pool, tables = pool.to(dtype), torch.zeros(1, 70, dtype=torch.int32)
+    x = torch.empty(9, heads + 1, 576, dtype=dtype)
+    pool = torch.empty(80, 1, 2, 1, 16, 576)
+    pool = pool.to(dtype)
+    tables = torch.zeros(1, 70, dtype=torch.int32)
     q = kernels.turn_and_store(x, torch.arange(9), rotation_table(16, 64), pool, 1, torch.arange(9))
     starts, lens = (torch.tensor(one, dtype=torch.int32) for one in ([0, 9], [1100]))
     kernels.latent_decode_attention(q[:1], pool, 1, tables, lens, 0.1, 64)
@@ -148,8 +153,10 @@ def _sparse(dtype: torch.dtype) -> None:
     from baton.kernels.cuda.sparse_attention import choose_keys
 
     rows, keys = (torch.empty(80, 1, 2, 1, 16, width).to(dtype) for width in (576, 128))
-    q, of_index = torch.empty(9, 16, 576, dtype=dtype), torch.empty(9, 65, 128, dtype=dtype)
-    tables, numbers = torch.zeros(1, 70, dtype=torch.int32), torch.zeros(9, dtype=torch.int32)
+    q = torch.empty(9, 16, 576, dtype=dtype)
+    of_index = torch.empty(9, 65, 128, dtype=dtype)
+    tables = torch.zeros(1, 70, dtype=torch.int32)
+    numbers = torch.zeros(9, dtype=torch.int32)
     slots = choose_keys(
         of_index[:, :-1], torch.empty(9, 64), keys, 1, tables, numbers, numbers, 2048
     )
@@ -172,7 +179,8 @@ def _product(dtype: torch.dtype) -> object:
 def _narrow(*, is_fp8: bool) -> object:
     from baton.kernels.cuda.fixed_product import NarrowProduct
 
-    grid, x = torch.empty(32, 6144), torch.empty(7, 4096, dtype=torch.bfloat16)
+    grid = torch.empty(32, 6144)
+    x = torch.empty(7, 4096, dtype=torch.bfloat16)
     packed = torch.empty(6144, 4096 if is_fp8 else 2048, dtype=torch.uint8)
     return NarrowProduct(grid, grid.int(), 128, is_fp8)(x, packed)
 
@@ -181,7 +189,8 @@ def _experts(dtype: torch.dtype) -> object:
     """The first product of an expert of Qwen3-30B-A3B for one token."""
     from baton.kernels.cuda.grouped_product import grouped_product
 
-    x, weight = torch.empty(8, 2048, dtype=dtype), torch.empty(128, 1536, 2048, dtype=dtype)
+    x = torch.empty(8, 2048, dtype=dtype)
+    weight = torch.empty(128, 1536, 2048, dtype=dtype)
     return grouped_product(x, weight, torch.zeros(128, dtype=torch.int32))
 
 
@@ -225,8 +234,10 @@ def _sampling(dtype: torch.dtype, vocab: int) -> object:
 def _penalties(dtype: torch.dtype) -> object:
     from baton.kernels.cuda.token_counts import penalize_counted
 
-    words, factors = torch.zeros(8, 151_936, dtype=torch.int32), torch.ones(8, 3).double()
-    counted, token_ids = torch.zeros(4, 2, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
+    words = torch.zeros(8, 151_936, dtype=torch.int32)
+    factors = torch.ones(8, 3).double()
+    counted = torch.zeros(4, 2, dtype=torch.int32)
+    token_ids = torch.zeros(4, dtype=torch.int64)
     logits = torch.empty(4, 151_936, dtype=dtype)
     return penalize_counted(
         logits, words, factors, torch.zeros(8, 1024).double(), counted, token_ids
@@ -296,12 +307,15 @@ def _compile(launch: Launch, gpu: str) -> Cubin:
     options = {name: given[name] for name in OPTIONS if name in given}
     values = dict(zip(kernel.arg_names, args, strict=False))
     values |= given
-    signature, constants, attributes = {}, {}, {}
+    signature = {}
+    constants = {}
+    attributes = {}
     for index, parameter in enumerate(kernel.params):
         value = values[parameter.name]
         constant = parameter.is_constexpr or value is None
         if constant or (isinstance(value, int) and value == 1 and not parameter.do_not_specialize):
-            signature[parameter.name], constants[parameter.name] = "constexpr", value
+            signature[parameter.name] = "constexpr"
+            constants[parameter.name] = value
             continue
         signature[parameter.name] = _type_name(value)
         aligned = value.data_ptr() if isinstance(value, torch.Tensor) else value
@@ -313,7 +327,8 @@ def _compile(launch: Launch, gpu: str) -> Cubin:
     ptx = built.asm["ptx"]
     # Masked loads are inline assembly with a predicate in front; copies to shared are `cp.async`.
     wide = re.findall(r"ld\.global\S*\.v4\.b32|cp\.async\.cg\S* .*, 0x10,", ptx)
-    wgmma, waits = ptx.count("wgmma.mma_async"), ptx.count("wgmma.wait_group")
+    wgmma = ptx.count("wgmma.mma_async")
+    waits = ptx.count("wgmma.wait_group")
     return Cubin(
         gpu, kernel.__name__, registers, local_bytes, built.metadata.shared,
         built.metadata.num_warps, wgmma, waits, ptx.count("mma.sync"), ptx.count("tf32"), len(wide),

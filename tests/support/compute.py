@@ -143,7 +143,9 @@ def greedy(runner: Runner, text: Text, num_tokens: int) -> list[int]:
 
 def chunked_logits(runner: Runner, text: Text, chunk_sizes: Sequence[int]) -> Tensor:
     """The logits of all tokens, each chunk in a batch of its own; the last size repeats."""
-    parts, start, sizes = [], 0, list(chunk_sizes)
+    parts = []
+    start = 0
+    sizes = list(chunk_sizes)
     while start < len(text.tokens):
         size = sizes.pop(0) if len(sizes) > 1 else sizes[0]
         end = min(start + size, len(text.tokens))

@@ -26,10 +26,12 @@ from baton.protocol.messages import (
     Role,
 )
 
-BLOCK_SIZE, BLOCK_BYTES = 4, 64
+BLOCK_SIZE = 4
+BLOCK_BYTES = 64
 HEAD_BYTES = 16  # of one KV head in a block of a node whose number of heads is known
 FAILURE = Failure("test", "the test wants it so")
-P, D = NodeId("p"), NodeId("d")
+P = NodeId("p")
+D = NodeId("d")
 
 
 def key(name: str = "r", attempt: int = 0) -> Key:
@@ -64,7 +66,8 @@ def node(
     return msgspec.structs.replace(info, **fields)
 
 
-PREFILL, DECODE = node("p", "prefill"), node("d", "decode")
+PREFILL = node("p", "prefill")
+DECODE = node("d", "decode")
 
 
 def hello(info: NodeInfo, **fields: object) -> PeerHello:

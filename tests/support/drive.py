@@ -64,7 +64,8 @@ def result_of(model: CheckedModel, plan: StepPlan) -> StepResult:
 
 def continuation(prompt: list[int], count: int, choice: int = 0, says: Says = TOY) -> list[int]:
     """What the toy model says after a prompt, with the seed 0."""
-    context, tokens = ROOT.extended(prompt), []
+    context = ROOT.extended(prompt)
+    tokens = []
     for _ in range(count):
         tokens.append(says(context, 0, choice))
         context = context.then(tokens[-1])

@@ -148,7 +148,8 @@ class TableBackend:
 
     def __init__(self, pool: Tensor, num_heads: int, max_model_len: int) -> None:
         """The last block of the pool takes what is not to be stored."""
-        self.pool, self.num_heads = pool, num_heads
+        self.pool = pool
+        self.num_heads = num_heads
         self.block_size, self.head_dim = pool.shape[4], pool.shape[5]
         self.table_blocks = -(-max_model_len // self.block_size)
         table = rope_table(Rope(1e4), self.head_dim, max_model_len)
@@ -156,20 +157,24 @@ class TableBackend:
 
     def begin(self, batch: Batch) -> None:
         assert batch.tables is not None
-        self._batch, self._tables = batch, batch.tables
+        self._batch = batch
+        self._tables = batch.tables
 
     def attend(
         self, layer: int, qkv: Tensor, head_norms: Tensor | None, rows: Tensor | None = None
     ) -> Tensor:
         assert head_norms is None
-        heads, tables = self.num_heads, self._tables
+        heads = self.num_heads
+        tables = self._tables
         q, k, v = qkv.view(len(qkv), -1, self.head_dim).split(
             (heads, self.pool.shape[1], self.pool.shape[1]), 1
         )
-        q, k = self._rotated(q), self._rotated(k)
+        q = self._rotated(q)
+        k = self._rotated(k)
         spare = (len(self.pool) - 1) * self.block_size
         slots = torch.where(self._batch.slots < 0, spare, self._batch.slots)
-        blocks, offsets = slots // self.block_size, slots % self.block_size
+        blocks = slots // self.block_size
+        offsets = slots % self.block_size
         self.pool[blocks, :, layer, 0, offsets] = k
         self.pool[blocks, :, layer, 1, offsets] = v
         decoding = tables.num_decoding

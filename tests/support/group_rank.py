@@ -22,7 +22,8 @@ from tests.support.compute import no_progress
 from tests.support.graph_stand_in import RecordingQueue, stand_in
 
 JOIN_S = 120.0
-NUM_BLOCKS, BLOCKS_EACH = 48, 6
+NUM_BLOCKS = 48
+BLOCKS_EACH = 6
 LENGTHS = (3, 7, 1, 5, 9)
 NUM_STEPS = 6
 GREEDY = Sampling(seed=1, max_tokens=100, temperature=0.0)

@@ -58,7 +58,8 @@ def hello(stream: RequestStream) -> None:
 def placed(stream: RequestStream) -> None:
     """Give the request a pair of nodes, of which prefill took a quarter of a second."""
     metrics = stream.metrics
-    metrics.num_attempts, metrics.prefill_s = 1, 0.25
+    metrics.num_attempts = 1
+    metrics.prefill_s = 0.25
     metrics.begin_attempt(Key(RequestId("r"), 0, 0), 1, 0.0)
     metrics.attempts[0].prefill_node = NodeId("p0")
     metrics.attempts[0].decode_node = NodeId("d0")

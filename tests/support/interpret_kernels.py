@@ -108,7 +108,8 @@ def beside_the_cpu(folder: Path) -> dict[str, object]:
         in_order = Runner(cpu.decoder, ordered, cache, cpu.sampler, HostQueue(), monotonic)
         for runner, how in ((cuda, ""), (in_order, ", in one order")):
             for name, batch in batches.items():
-                ours, theirs = torch.cat(logits(runner, *batch)), torch.cat(logits(cpu, *batch))
+                ours = torch.cat(logits(runner, *batch))
+                theirs = torch.cat(logits(cpu, *batch))
                 error = (ours - theirs).abs().max() / theirs.abs().max()
                 errors[name + how] = float(error)
         stored = (pool - cpu.cache.pool)[[5, 2, 9, 1, 7]].abs().max() / pool.abs().max()

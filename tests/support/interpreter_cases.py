@@ -36,7 +36,8 @@ from tools.gpu.kernel_cases import (
 
 def interpreter_cases() -> dict[str, Callable[[], str]]:
     """Small cases by name: the interpreter takes some 3 ms per program and loop iteration."""
-    fp32, bf16 = torch.float32, torch.bfloat16
+    fp32 = torch.float32
+    bf16 = torch.bfloat16
     decode = AttentionShape(contexts=(37, 1, 0, 16), queries=(1, 1, 1, 1))
     # 3 splits of 256 tokens, the last one short; a group of 3 heads leaves rows of the tile unused.
     split = AttentionShape(contexts=(600, 256), queries=(1, 1), num_heads=3, kv_heads=1)

@@ -48,8 +48,13 @@ from tools.gpu.floors import Shape
 # The heads of Qwen3-8B; what only linear layers see is small.
 SHAPE = Shape("thin", 256, 96, 2, 32, 8, 128, 640, is_tied=True)
 LATENT = LatentConfig(None, 512, 128, 64, 128, is_interleaved=True)
-INDEX_HEADS, INDEX_DIM, NUM_CHOSEN = 64, 128, 2048
-NUM_BLOCKS, BLOCK_SIZE, MAX_LEN, MAX_SEQS = 48, 16, 4096, 64
+INDEX_HEADS = 64
+INDEX_DIM = 128
+NUM_CHOSEN = 2048
+NUM_BLOCKS = 48
+BLOCK_SIZE = 16
+MAX_LEN = 4096
+MAX_SEQS = 64
 NUM_BATCHES = 200
 
 
@@ -78,7 +83,8 @@ class Variants:
 
 
 def runner(queue: RecordingQueue, *, is_ordered: bool, is_latent: bool, is_sparse: bool) -> Runner:
-    dtype, device = torch.bfloat16, queue.device
+    dtype = torch.bfloat16
+    device = queue.device
     stored = (SHAPE.num_kv_heads, SHAPE.num_layers, 2, BLOCK_SIZE, SHAPE.head_dim)
     if is_latent:
         stored = (1, SHAPE.num_layers, 1, BLOCK_SIZE, LATENT.row_dim)
@@ -124,8 +130,10 @@ def with_latent_attention(decoder: Decoder, device: torch.device, *, is_sparse: 
     def empty(*sizes: int) -> torch.Tensor:
         return torch.empty(sizes, dtype=torch.bfloat16, device=device)
 
-    heads, rank = SHAPE.num_heads, LATENT.kv_lora_rank
-    queries, index_dim = heads * LATENT.qk_head_dim, INDEX_DIM if is_sparse else 0
+    heads = SHAPE.num_heads
+    rank = LATENT.kv_lora_rank
+    queries = heads * LATENT.qk_head_dim
+    index_dim = INDEX_DIM if is_sparse else 0
     first = Linear(empty(queries + LATENT.row_dim + index_dim, SHAPE.hidden_size))
     keys = StackedExperts(empty(heads, rank, LATENT.qk_nope_head_dim), grouped_product)
     values = StackedExperts(empty(heads, LATENT.v_head_dim, rank), grouped_product)
@@ -192,7 +200,9 @@ def steps_of(
     prepare(rank, buckets_up_to(MAX_SEQS, 512) if with_graphs else (), lambda *_: None)
     after_warm_up = set(variants.found)
     luck = random.Random(0)
-    copies, replayed, converted = set(), set(), set()
+    copies = set()
+    replayed = set()
+    converted = set()
     for step in range(NUM_BATCHES):
         before = queue.num_replays
         with Watch() as watch:

@@ -133,7 +133,8 @@ FORMATS: dict[str, dict[str, object]] = {
 def quantized(model: Path, name: str) -> tuple[Path, Path]:
     """Return the folder with quantized weights, and one with the numbers that they stand for."""
     config = CONFIGS.get(name) or FORMATS[name]
-    weights, plain = {}, {}
+    weights = {}
+    plain = {}
     for key, tensor in load_file(model / "model.safetensors").items():
         weights[key] = plain[key] = tensor
         if key.endswith(("_proj.weight", "_proj_with_mqa.weight")):
@@ -202,7 +203,8 @@ def _pack(weight: Tensor, name: str) -> tuple[dict[str, Tensor], Tensor]:
     bits = int(given.get("bits") or given["num_bits"])  # type: ignore[call-overload]
     size = int(given["group_size"] or -1)  # type: ignore[call-overload]
     size = inputs if size == -1 else size
-    count, top = inputs // size, 1 << bits
+    count = inputs // size
+    top = 1 << bits
     generator = torch.Generator().manual_seed(outputs + inputs)
     numbers = torch.randint(top, (outputs, inputs), generator=generator)
     zeros = torch.randint(top, (outputs, count), generator=generator)
@@ -278,7 +280,8 @@ def _pack_bnb(weight: Tensor, name: str) -> tuple[dict[str, Tensor], Tensor]:
         numbers = (weight / largest[:, None] * 127).round().to(torch.int8)
         parts = {"weight": numbers, "SCB": largest, "weight_format": torch.tensor(0).byte()}
         return parts, numbers.float() * (largest / 127)[:, None]
-    kind, num_blocks = name.split()[1], outputs * inputs // 64
+    kind = name.split()[1]
+    num_blocks = outputs * inputs // 64
     codes = torch.randint(16, (outputs * inputs,), generator=generator)
     book = torch.randn(16, generator=generator).sort().values
     scales = stored = torch.rand(num_blocks, generator=generator) * 0.02

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from baton.model.batch_invariance.host_linears import trial_rows, trial_weight
 
-INPUTS, OUTPUTS = 24, 8
+INPUTS = 24
+OUTPUTS = 8
 
 
 class RowPosition(NamedTuple):
@@ -35,7 +36,8 @@ class ScriptedLibrary:
         self.asked: list[int] = []  # the numbers of rows of all products
 
     def product(self, x: Tensor) -> Tensor:
-        num_rows, threads = len(x), torch.get_num_threads()
+        num_rows = len(x)
+        threads = torch.get_num_threads()
         self.asked.append(num_rows)
         orders = [
             self._order_of(RowPosition(num_rows, place, threads)) for place in range(num_rows)

@@ -13,7 +13,8 @@ from typing import Self
 
 DONE = b"data: [DONE]\n\n"
 # Answers consist of these token ids.
-LOWEST_ID, NUM_IDS = 300, 7_000
+LOWEST_ID = 300
+NUM_IDS = 7_000
 
 
 def event(body: object) -> bytes:
@@ -90,7 +91,8 @@ class Call:
         self.body: dict[str, object] = json.loads(data) if data.startswith(b"{") else {}
         self.keep_alive = True  # keep the connection after the answer; set it before the answer
         self.transport = writer.transport
-        self._reader, self._writer = reader, writer
+        self._reader = reader
+        self._writer = writer
         self._has_begun = False
 
     @property
@@ -166,7 +168,8 @@ class ScriptedServer:
         self.num_connections = 0  # a connection counts from its first POST
         self.url = ""
         self._pages = {"/v1/models": MODELS, **(pages or {})}
-        self._tls, self._keep_alive_s = tls, keep_alive_s
+        self._tls = tls
+        self._keep_alive_s = keep_alive_s
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name=MODEL)
         self._is_up = threading.Event()
 

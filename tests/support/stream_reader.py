@@ -15,7 +15,9 @@ class StreamReader:
         self.texts: list[str] = []  # of each stream
         self.token_ids: list[int] = []  # of all streams
         self._end: BaseException | None = None
-        self._cluster, self._body, self._again = cluster, body, again
+        self._cluster = cluster
+        self._body = body
+        self._again = again
         self._num_events = 0
         self._moved = threading.Condition()
         self._thread = threading.Thread(target=self._read)

@@ -70,7 +70,8 @@ class StillbornCluster(ToyCluster):
         self._exits = [Exit("decode-0", 1, ("no such model",), 1, 0.5)]
 
     def poll(self) -> list[Exit]:
-        exits, self._exits = self._exits, []
+        exits = self._exits
+        self._exits = []
         return exits
 
 

@@ -183,10 +183,12 @@ class _Child:
         self._memory = HostPool(options.num_blocks + has_spare, options.block_bytes)
         self._blocks = np.frombuffer(self._memory.buffer, np.uint8).reshape(-1, options.block_bytes)
         self._pool: HostPool | DevicePool = self._memory
-        self._generations, enter = self._memory.generations, None
+        self._generations = self._memory.generations
+        enter = None
         if options.transport == "cuda_ipc":
             self._pool = device_pool(self._memory, num_spare=1)
-            self._generations, enter = self._pool.table.generations, self._pool.peers.enter
+            self._generations = self._pool.table.generations
+            enter = self._pool.peers.enter
         transports = self._transports(options)
         self._agent = TransferAgent(transports, options.limits, None, enter)
 

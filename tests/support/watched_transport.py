@@ -11,15 +11,20 @@ class WatchedTransport:
     """`inner`; `landed` gets the local blocks of a read and the slice of them that it brought."""
 
     def __init__(self, inner: Transport, landed: KVReceived | None = None) -> None:
-        self.name, self.connect_s = inner.name, inner.connect_s
-        self.min_chunk_bytes, self.progress_s = inner.min_chunk_bytes, inner.progress_s
+        self.name = inner.name
+        self.connect_s = inner.connect_s
+        self.min_chunk_bytes = inner.min_chunk_bytes
+        self.progress_s = inner.progress_s
         self._inner = inner
         self._landed = landed
         self._slices: dict[PeerRank, BlockSlice] = {}
         self._reads: dict[int, tuple[tuple[int, ...], BlockSlice]] = {}
-        self.address, self.connected = inner.address, inner.connected
-        self.remove_peer, self.cancel = inner.remove_peer, inner.cancel
-        self.fileno, self.service = inner.fileno, inner.service
+        self.address = inner.address
+        self.connected = inner.connected
+        self.remove_peer = inner.remove_peer
+        self.cancel = inner.cancel
+        self.fileno = inner.fileno
+        self.service = inner.service
 
     def add_peer(self, command: AddPeer) -> None:
         self._inner.add_peer(command)

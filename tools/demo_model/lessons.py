@@ -86,7 +86,9 @@ class LessonMaker:
 
     def _mixed(self, lesson: Lesson, facts: list[text.Fact]) -> None:
         """Add facts and questions in turn; a question may ask for any fact told so far."""
-        rng, untold, told = self._rng, list(facts), list[text.Fact]()
+        rng = self._rng
+        untold = list(facts)
+        told = list[text.Fact]()
         while not lesson.is_full:
             drawn = rng.random()
             if untold and (not told or drawn < 0.35):

@@ -13,8 +13,12 @@ from typing import NamedTuple
 from tools.demo_model import vocabulary
 from tools.demo_model.vocabulary import QUESTIONS, SENTENCES, number
 
-END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-ANSWER, PROSE, NOISE = 1.0, 0.1, 0.0
+END_OF_TEXT = "<|endoftext|>"
+TURN_START = "<|im_start|>"
+TURN_END = "<|im_end|>"
+ANSWER = 1.0
+PROSE = 0.1
+NOISE = 0.0
 KINDS = ("code", "number", "key", "room", "ticket", "locker")
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 MONTHS = (
@@ -124,7 +128,8 @@ def exercise(rng: random.Random) -> Document:
 
 def summands(rng: random.Random, *, held_out: bool) -> tuple[int, int]:
     while True:
-        a, b = rng.randrange(100), rng.randrange(100)
+        a = rng.randrange(100)
+        b = rng.randrange(100)
         if is_held_out_sum(a, b) == held_out:
             return a, b
 

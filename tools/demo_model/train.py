@@ -26,7 +26,8 @@ from tools.demo_model import folder as model_folder
 from tools.demo_model.lessons import LessonMaker
 from tools.demo_model.text import ANSWER
 
-MATRIX_RATE, OTHER_RATE = 0.02, 3e-3
+MATRIX_RATE = 0.02
+OTHER_RATE = 3e-3
 WARM_UP_STEPS, DECAY_SHARE = 100, 0.5  # the rate rises, stays, then falls to a fiftieth
 REPORT_STEPS = 50
 

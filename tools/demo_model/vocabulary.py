@@ -36,7 +36,9 @@ REAL = _words(
     Vera Victor Vikram Wanda Yara Yuki Zoe
     """
 )
-_STARTS, _INNER, _VOWELS = "BDFGHJKLMNPRSTVZ", "bdfgklmnprstvz", "aeiou"
+_STARTS = "BDFGHJKLMNPRSTVZ"
+_INNER = "bdfgklmnprstvz"
+_VOWELS = "aeiou"
 
 
 def is_held_out(word: str) -> bool:

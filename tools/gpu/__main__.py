@@ -37,7 +37,8 @@ from tools.gpu.rows import (
 
 MODULE = "tools.gpu"
 PACKAGES = ("torch", "triton", "transformers", "nixl-cu13", "nixl-cu12")
-TOTAL_S, SMOKE_S = 565.0, 300.0
+TOTAL_S = 565.0
+SMOKE_S = 300.0
 CLOSING_S = 5.0  # the part of a section's time between its own end and a forced one
 GONE_S = 15.0  # the longest wait for a section's process that was killed
 # Name, title, and the share of the time that a section may take while the others wait. The first
@@ -142,7 +143,8 @@ def run(options: Options, words: Sequence[str], clock: Clock = monotonic) -> Gpu
         report.sections.append(section)
         start_s = clock()
         if held:
-            section.state, section.reason = "failed", held
+            section.state = "failed"
+            section.reason = held
         elif not _run_section(section, options):
             held = f"the process of {name} would not end, and a busy GPU measures nothing"
         section.wall_s = clock() - start_s

@@ -167,12 +167,15 @@ def _passed(key: str, work: Callable[[], str]) -> Check:
 def _far(device: torch.device) -> Check:
     """Compare attention, stores and copies in the last blocks of a pool of 2.4e9 elements."""
     pool = torch.empty(2000, 8, 36, 2, 16, 128, dtype=torch.bfloat16, device=device)
-    ids, layer, scale = [1999, 1890, 1950], 35, 128**-0.5
+    ids = [1999, 1890, 1950]
+    layer = 35
+    scale = 128**-0.5
     pool[ids] = torch.randn(3, *pool.shape[1:], device=device).to(pool.dtype)
     tables = torch.tensor([ids], dtype=torch.int32, device=device)
     starts, lens = (torch.tensor(one, dtype=torch.int32, device=device) for one in ([0, 5], [40]))
     q, k, v = torch.randn(3, 5, 8, 128, device=device).to(pool.dtype)
-    one, chunk = (q[:1], pool, layer, tables), (q, pool, layer, tables, starts)
+    one = (q[:1], pool, layer, tables)
+    chunk = (q, pool, layer, tables, starts)
     assert_close(
         paged_decode_attention(*one, lens, scale),
         reference.paged_decode_attention(*one, lens, scale),
@@ -184,7 +187,8 @@ def _far(device: torch.device) -> Check:
     slots = torch.tensor([1999 * 16 + 3, 1890 * 16, 1950 * 16 + 15, -1, 7], device=device)
     table = rotation_table(16, 128, device)
     rope_and_store(q, k, v, torch.arange(5, device=device), table, pool, layer, slots)
-    blocks, places = slots[:3] // 16, slots[:3] % 16
+    blocks = slots[:3] // 16
+    places = slots[:3] % 16
     assert_equal_bits(pool[blocks, :, layer, 1, places], v[:3])
     whole = pool.view(len(pool), -1)
     source, target = (torch.tensor([one], dtype=torch.int32, device=device) for one in (1999, 1888))

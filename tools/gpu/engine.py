@@ -50,7 +50,8 @@ def run(
     """Run the section: models one after the other, each built once per size of pool."""
     torch.manual_seed(0)
     for model in _models(steps):
-        shape, num_blocks = model[0].shape, max(map(blocks_of, model))
+        shape = model[0].shape
+        num_blocks = max(map(blocks_of, model))
         if lacking := _lacking(desk, shape, num_blocks):
             for case in model:
                 desk.emit(Measured(case.key, "ms", note=lacking))
@@ -105,7 +106,8 @@ def blocks_of(case: StepCase) -> int:
 def _lacking(desk: Desk, shape: Shape, num_blocks: int) -> str:
     """Return why a model and its pool do not fit this GPU's memory; empty if they do."""
     pool = num_blocks * BLOCK_SIZE * shape.kv_bytes_per_token
-    needed, free = shape.stored_bytes + pool + SPARE_BYTES, desk.watch.free_bytes()
+    needed = shape.stored_bytes + pool + SPARE_BYTES
+    free = desk.watch.free_bytes()
     if desk.device.type != "cuda" or needed <= free:
         return ""
     return f"needs {needed / 2**30:.0f} GiB, {free / 2**30:.0f} GiB are free"
@@ -155,8 +157,11 @@ def random_decoder(shape: Shape, dtype: torch.dtype, device: torch.device) -> De
     def ones(*sizes: int) -> Tensor:
         return torch.ones(sizes, dtype=dtype, device=device)
 
-    hidden, inner, dim = shape.hidden_size, shape.intermediate_size, shape.head_dim
-    heads, kv_heads = shape.num_heads, shape.num_kv_heads
+    hidden = shape.hidden_size
+    inner = shape.intermediate_size
+    dim = shape.head_dim
+    heads = shape.num_heads
+    kv_heads = shape.num_kv_heads
     layers = tuple(
         DecoderLayer(
             attention_norm=ones(hidden),

@@ -19,7 +19,8 @@ from tools.gpu.rows import Check
 from tools.gpu.section import Desk
 from tools.random_model import write_model
 
-NUM_TOKENS, PROMPT = 64, 100
+NUM_TOKENS = 64
+PROMPT = 100
 LARGEST_GAP = 0.25  # between logits of bf16
 # A tied random model repeats its last token, whatever its layers say.
 THIN = Shape("2 layers of 0.6B", 1024, 3072, 2, 16, 8, 128, 640, is_tied=False)

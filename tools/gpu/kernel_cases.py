@@ -22,7 +22,8 @@ from baton.kernels.constants import SILU, Gate
 from baton.model.sampling.sampler import Sampler, SampleRow, SamplingTensors
 from baton.protocol.sampling import Sampling
 
-LAYERS, LAYER = 3, 1
+LAYERS = 3
+LAYER = 1
 # The interpreter rounds towards zero where a GPU rounds to nearest, so bf16 may be off by one unit
 # in the last place of the result, and by what that does to a probability on its way there.
 TOLERANCE = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (2e-2, 1.6e-2)}
@@ -65,8 +66,11 @@ def attention_batch(shape: AttentionShape, device: str, seed: int = 0) -> Batch:
     Equal for equal shapes and seeds.
     """
     luck = torch.Generator(device).manual_seed(seed)
-    size, heads, dim = shape.block_size, shape.kv_heads, shape.head_dim
-    planes, layers = shape.planes, shape.num_layers
+    size = shape.block_size
+    heads = shape.kv_heads
+    dim = shape.head_dim
+    planes = shape.planes
+    layers = shape.num_layers
     needs = [-(-length // size) for length in shape.contexts]
     pool = torch.full((sum(needs) + 1, heads, layers, planes, size, dim), float("nan"),
                       dtype=shape.dtype, device=device)  # fmt: skip
@@ -75,7 +79,8 @@ def attention_batch(shape: AttentionShape, device: str, seed: int = 0) -> Batch:
     for row, (blocks, length) in enumerate(zip(order, shape.contexts, strict=True)):
         tables[row, : len(blocks)] = blocks
         position = torch.arange(length, device=device)
-        owners, offsets = blocks[position // size], position % size
+        owners = blocks[position // size]
+        offsets = position % size
         kv = torch.randn(length, heads, layers, planes, dim, generator=luck, device=device)
         pool[owners, :, :, :, offsets] = kv.to(shape.dtype)
     # Queries are a slice of a packed projection, as the engine's are: rows with a gap between.
@@ -157,7 +162,8 @@ def check_decode_alone(shape: AttentionShape, device: str) -> str:
     from baton.kernels.cuda.decode_attention import paged_decode_attention
 
     case = attention_batch(shape, device)
-    tables, lens = case.block_tables, case.context_lens
+    tables = case.block_tables
+    lens = case.context_lens
 
     def attended(rows: slice, tables: Tensor) -> Tensor:
         return paged_decode_attention(
@@ -224,7 +230,9 @@ def check_decode_as_prefill(shape: AttentionShape, device: str, every: int) -> s
         case.q, case.pool, LAYER, case.block_tables, case.query_starts, case.context_lens,
         case.scale, *case.how, ordered=True,
     )  # fmt: skip
-    rows, owners, lens = [], [], []
+    rows = []
+    owners = []
+    lens = []
     for i, (length, count) in enumerate(zip(shape.contexts, shape.queries, strict=True)):
         for token in range(count - 1, -1, -every):
             rows.append(sum(shape.queries[:i]) + token)
@@ -258,7 +266,8 @@ def check_latent(shape: AttentionShape, device: str, rotated: int, every: int) -
         return latent_prefill_attention(case.q[rows], case.pool, LAYER, tables, first, seen, *tail)
 
     def decoded(rows: Sequence[int], owners: Sequence[int], lens: Sequence[int]) -> Tensor:
-        tables, numbers = case.block_tables[list(owners)], torch.tensor(lens, dtype=torch.int32)
+        tables = case.block_tables[list(owners)]
+        numbers = torch.tensor(lens, dtype=torch.int32)
         q = case.q[list(rows)]
         return latent_decode_attention(q, case.pool, LAYER, tables, numbers.to(device), *tail)
 
@@ -272,7 +281,8 @@ def check_latent(shape: AttentionShape, device: str, rotated: int, every: int) -
         cut = count // 3
         for first, last in ((0, cut), (cut, count)):
             chunk = slice(starts[i] + first, starts[i] + last)
-            tables, seen = case.block_tables[i : i + 1], length - count + last
+            tables = case.block_tables[i : i + 1]
+            seen = length - count + last
             part = prefilled(chunk, tables, (0, last - first), (seen,))
             assert_equal_bits(part, whole[chunk])
         tokens = range(count - 1, -1, -every)
@@ -347,7 +357,8 @@ def _seen_by(case: Batch, slots: Tensor, weights: Tensor, num_chosen: int) -> li
     from baton.kernels import sparse_reference
 
     masks: list[Tensor] = []
-    size, starts = case.pool.shape[4], case.query_starts.tolist()
+    size = case.pool.shape[4]
+    starts = case.query_starts.tolist()
     for i, length in enumerate(case.context_lens.tolist()):
         rows = slice(starts[i], starts[i + 1])
         keys = sparse_reference.paged_keys(case.pool, LAYER, case.block_tables[i], length)
@@ -362,7 +373,8 @@ def _seen_by(case: Batch, slots: Tensor, weights: Tensor, num_chosen: int) -> li
             assert torch.equal(table[found].int(), own[:count]), "slots of the sequence"
             assert (found.diff() > 0).all(), "in the order of the keys"
             mask[row, found] = True
-            worst, least = scores[row, found].min(), scores[row, right].min()
+            worst = scores[row, found].min()
+            least = scores[row, right].min()
             assert worst >= least - 1e-4 * scores[row].abs().max(), "the best keys"
         masks.append(mask)
     return masks
@@ -374,7 +386,9 @@ def check_turn_store(shape: AttentionShape, device: str, rotated: int) -> str:
     from baton.kernels.cuda import latent_attention
 
     generator = torch.Generator().manual_seed(1)
-    num_tokens, heads, size = sum(shape.queries), shape.num_heads, shape.block_size
+    num_tokens = sum(shape.queries)
+    heads = shape.num_heads
+    size = shape.block_size
     x = torch.randn(num_tokens, heads + 1, shape.head_dim, generator=generator)
     x = x.to(device, shape.dtype)
     positions = torch.randint(0, 500, (num_tokens,), generator=generator).to(device)
@@ -401,7 +415,9 @@ def check_rope_store(shape: AttentionShape, device: str, *, qk_norm: bool) -> st
     from baton.kernels.cuda import pool_writes
 
     generator = torch.Generator().manual_seed(1)
-    num_tokens, dim, kv_heads = sum(shape.queries), shape.head_dim, shape.kv_heads
+    num_tokens = sum(shape.queries)
+    dim = shape.head_dim
+    kv_heads = shape.kv_heads
     packed = torch.randn(num_tokens, shape.num_heads + 2 * kv_heads, dim, generator=generator)
     sizes = [shape.num_heads, kv_heads, kv_heads]
     q, k, v = torch.split(packed.to(device, shape.dtype), sizes, dim=1)
@@ -418,7 +434,8 @@ def check_rope_store(shape: AttentionShape, device: str, *, qk_norm: bool) -> st
     if qk_norm:
         weights = torch.randn(2, dim, generator=generator).to(device, shape.dtype)
         norms = (weights[0], weights[1])
-    ours, theirs = pool.clone(), pool.clone()
+    ours = pool.clone()
+    theirs = pool.clone()
     tail = (LAYER, slots, *norms, 1e-5)
     got = pool_writes.rope_and_store(q, k, v, positions, cos_sin, ours, *tail)
     found = assert_close(got, reference.rope_and_store(q, k, v, positions, cos_sin, theirs, *tail))
@@ -517,7 +534,8 @@ def check_grouped_product(
     from baton.kernels import reference
     from baton.kernels.cuda.grouped_product import grouped_product
 
-    generator, rows = torch.Generator().manual_seed(8), sum(counts)
+    generator = torch.Generator().manual_seed(8)
+    rows = sum(counts)
     x = torch.randn(rows, inner, generator=generator).to(device, dtype)
     weight = torch.randn(len(counts), columns, inner, generator=generator) / inner**0.5
     weight = weight.to(device, dtype)
@@ -568,7 +586,8 @@ def check_block_copy(numel: int, dtype: torch.dtype, device: str) -> str:
     pool = bits.to(device).view(dtype)
     ids = torch.tensor([5, 0, 3], dtype=torch.int32, device=device)
     places = torch.tensor([2, 6, 1], dtype=torch.int32, device=device)
-    moved, expected_moved = pool.flip(0).contiguous(), pool.flip(0).contiguous()
+    moved = pool.flip(0).contiguous()
+    expected_moved = pool.flip(0).contiguous()
     move_blocks(pool, ids, moved, places)
     expected_moved[places.long()] = pool[ids.long()]
     return assert_equal_bits(moved, expected_moved)
@@ -586,7 +605,8 @@ def check_block_sums(numel: int, device: str) -> str:
     sums = sum_blocks(bits.to(device), ids)
     assert_equal_bits(sums, reference.sum_blocks(bits.to(device), ids))
     assert len(set(sums.tolist())) == 3
-    exchanged, changed = bits.clone(), bits.clone()
+    exchanged = bits.clone()
+    changed = bits.clone()
     exchanged[2, [1, numel - 1]] = bits[2, [numel - 1, 1]]
     changed[2, -1] ^= 1 << 30
     for wrong in (exchanged, changed):
@@ -631,11 +651,13 @@ def check_sampling(vocab: int, spread: float, dtype: torch.dtype, device: str, e
     whole = torch.randn(len(rows), vocab + 3, generator=generator) * spread
     logits = whole.to(dtype)[:, :vocab]
     logits[:, 1::5] = -math.inf
-    logits[0], logits[-1] = math.nan, -math.inf
+    logits[0] = math.nan
+    logits[-1] = -math.inf
     held_back = torch.randint(-vocab, vocab, (len(rows), 19), generator=generator)
     held_back = held_back.clamp(min=-1).to(torch.int32)
     held_back[0] = -1
-    seen, changed = logits.float(), None
+    seen = logits.float()
+    changed = None
     if dtype == torch.bfloat16:
         numbers = torch.tensor([[-(number % 3), 0] for number in range(len(rows))]).to(torch.int32)
         near = 1.0 + torch.randn(len(rows), vocab, generator=generator) / 1000

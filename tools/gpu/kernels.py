@@ -41,7 +41,8 @@ class Kernels:
 
     def run(self) -> None:
         """Measure the kernels that matter most first: a section may be cut short."""
-        measure, cases = self.desk.measure, self.cases
+        measure = self.desk.measure
+        cases = self.cases
         for decode in cases.decode:
             measure(Measured(decode.key, decode.unit), partial(self.decode, decode))
         for prefill in cases.prefill:

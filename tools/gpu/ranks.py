@@ -54,7 +54,8 @@ def _tokens(device: torch.device) -> Check:
 
     In bf16 the parts of a sum are rounded, so two ranks may choose another of two near tokens.
     """
-    is_cpu, found = device.type == "cpu", []
+    is_cpu = device.type == "cpu"
+    found = []
     prompts = [[3 + (7 * i + 11 * salt) % 600 for i in range(9 + 40 * salt)] for salt in range(3)]
     params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, logprobs=0)
     with tempfile.TemporaryDirectory(prefix="baton-gpu-") as scratch:
@@ -105,12 +106,15 @@ def _both(desk: Desk) -> Check:
 
 def main() -> None:
     """Run one rank."""
-    rank, memory, kind = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    rank = int(sys.argv[1])
+    memory = int(sys.argv[2])
+    kind = sys.argv[3]
     device = torch.device("cuda", rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(device)
     ranks = join(device, (rank, 2), memory, TIMEOUT_S, is_ordered=False)
-    watch, said = Stopwatch(device), Said([], {})
+    watch = Stopwatch(device)
+    said = Said([], {})
     for name, num_bytes in SIZES.items():
         values = torch.arange(num_bytes // 2, device=device).remainder(64).to(torch.bfloat16)
         expected = 3 * values
@@ -131,7 +135,8 @@ def _sums(ranks: GroupRanks, rows: Tensor) -> None:
 
 def _replayed(ranks: GroupRanks, values: Tensor) -> Tensor:
     """Return the sum as a captured step makes it; `values` were summed once before."""
-    place, graph = torch.zeros_like(values), torch.cuda.CUDAGraph()
+    place = torch.zeros_like(values)
+    graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         ranks.all_reduce(place)

@@ -40,7 +40,8 @@ MAX_LAUNCHED = 2  # the same number as in the engine's loop
 FIRST_TOKEN = 3
 MAX_PROMPT = 512  # tokens of a prompt that is replayed
 BURST = 8  # steps that are launched without a look at their results
-CAPTURE, IDLE = "capture", "idle share"
+CAPTURE = "capture"
+IDLE = "idle share"
 GRAPH_IS_EAGER = "a replayed step has the bits of the eager step of its bucket"
 WAITS = "waits in a replayed step"
 COPIES = "copies to the device in a replayed step"
@@ -73,7 +74,8 @@ def capture(desk: Desk, runner: Runner, name: str, largest: int) -> Check:
     """Capture every bucket that a node would, and report the time and the memory that it takes."""
     most_tokens = MAX_PROMPT if desk.device.type == "cuda" else 64  # others take minutes there
     buckets = buckets_up_to(largest, most_tokens)
-    free, start_s = desk.watch.free_bytes(), time.perf_counter()
+    free = desk.watch.free_bytes()
+    start_s = time.perf_counter()
     runner.capture(buckets, lambda *_: None)
     desk.watch.synchronize()  # the capture's own work belongs to it
     took_s = time.perf_counter() - start_s
@@ -171,7 +173,8 @@ def stamps_of(runner: Runner, case: StepCase, num_steps: int) -> list[float]:
                 assert not launched, "a sequence ended before it was measured"
                 tokens = tuple((FIRST_TOKEN,) * len(part.samples) for part in plan.slices)
                 scheduler.settle(0.0, plan, StepResult(plan.step_id, tokens, 0.0, 0.0))
-        plan, result = launched.popleft(), runner.collect()
+        plan = launched.popleft()
+        result = runner.collect()
         scheduler.settle(0.0, plan, result)
         scheduler.outputs.take_router_messages()
         stamps.append(time.perf_counter())

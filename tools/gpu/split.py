@@ -68,7 +68,8 @@ def run(desk: Desk, folder: Path, plan: SplitPlan | None = None) -> None:
     plan = plan or SplitPlan()
     desk.emit(Note(CLAIM))
     with tempfile.TemporaryDirectory(prefix="baton-gpu-") as scratch:
-        model, records = Path(scratch) / "model", Path(scratch) / "records"
+        model = Path(scratch) / "model"
+        records = Path(scratch) / "records"
         write_model(model, plan.shape, desk.device)
         aggregated = _arm(desk, plan, "aggregated", _settings(plan, model, "always"), folder)
         split = _arm(desk, plan, "split", _settings(plan, model, "never", records), folder)

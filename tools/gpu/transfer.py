@@ -100,7 +100,9 @@ def _rounds(
     lane: str,
 ) -> int:
     """Report the rate of a size. Return how many blocks arrived with wrong bytes."""
-    luck, took, num_wrong = random.Random(read.num_blocks), [], 0
+    luck = random.Random(read.num_blocks)
+    took = []
+    num_wrong = 0
     for number in range(plan.rounds + 2):
         remote = luck.sample(range(len(blocks)), read.num_blocks)
         local = luck.sample(range(len(blocks)), read.num_blocks)

@@ -21,7 +21,8 @@ KINDS = ("baton", "baton-split", "vllm", "vllm-pair")
 MODEL_NAME = "tiny"
 MAX_MODEL_LEN = 2048
 KV_BYTES = 1 << 30
-PREFILL_CPU, DECODE_CPU = 0, 1
+PREFILL_CPU = 0
+DECODE_CPU = 1
 PORTS_PER_ARM = 6
 
 

@@ -40,7 +40,9 @@ NAME = "soaked"
 NUM_ASKS = 24
 ABORT_SHARE = 0.2
 # A process may hold this much more than at the start, for buffers and an idle connection.
-SPARE_DESCRIPTORS, SPARE_THREADS, SPARE_MIB = 16, 4, 64
+SPARE_DESCRIPTORS = 16
+SPARE_THREADS = 4
+SPARE_MIB = 64
 OVER_LOOPBACK = (("UCX_TLS", "tcp"), ("UCX_NET_DEVICES", "lo"))
 
 
@@ -91,7 +93,8 @@ async def soak(settings: SoakSettings, folder: Path) -> SoakReport:
         streams = Streams(cluster.url, NAME, asks, faults.ended_router)
         await streams.learn()
         await cluster.until("every block to be free", lambda health: not held_in(health))
-        before, began_s = await cluster.footprints(), monotonic()
+        before = await cluster.footprints()
+        began_s = monotonic()
         records = await _load(settings, streams, faults)
         wall_s = monotonic() - began_s
         again = await streams.verify()

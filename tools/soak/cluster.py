@@ -58,7 +58,9 @@ class SoakCluster:
         control = f"ipc://{folder}/control"
         self._router = msgspec.structs.replace(config.router, control=control, port=0)
         self._config = msgspec.structs.replace(config, log=LogConfig(stats_s=0.0))
-        self._control, self._folder, self._env = control, folder, env
+        self._control = control
+        self._folder = folder
+        self._env = env
         self.names = ["router"]
         self.names += [f"prefill-{number}" for number in range(config.prefill)]
         self.names += [f"decode-{number}" for number in range(config.decode)]

@@ -67,7 +67,8 @@ class Faults:
     def __init__(self, cluster: SoakCluster, seed: int, count: int) -> None:
         self.begun: list[Fault] = []
         self.bad_exits: list[str] = []
-        self._cluster, self._count = cluster, count
+        self._cluster = cluster
+        self._count = count
         self._dice = random.Random(seed)
         self._planned = plan(self._dice)
         self._busy: set[str] = set()
@@ -107,7 +108,8 @@ class Faults:
             self._busy.discard(fault.process)
 
     async def _strike(self, fault: Fault) -> None:
-        kind, name = fault.kind, fault.process
+        kind = fault.kind
+        name = fault.process
         if kind.freeze_s:
             self._cluster.send(name, signal.SIGSTOP)
             await asyncio.sleep(kind.freeze_s)

@@ -99,7 +99,9 @@ class Streams:
     def __init__(
         self, url: str, model: str, asks: list[Ask], was_away: Callable[[float], bool]
     ) -> None:
-        self._url, self._model, self._asks = f"{url}/v1/completions", model, asks
+        self._url = f"{url}/v1/completions"
+        self._model = model
+        self._asks = asks
         self._was_away = was_away
         self.num_running = 0
         self._known: list[list[list[int]]] = []  # by request and choice
@@ -144,11 +146,13 @@ class Streams:
     async def _checked(
         self, session: aiohttp.ClientSession, index: int, abort_at: int | None
     ) -> Record:
-        known, record = self._known[index], Record(monotonic())
+        known = self._known[index]
+        record = Record(monotonic())
         counts = [0] * len(known)
 
         def compare(choice: int, ids: list[int]) -> None:
-            begin, counts[choice] = counts[choice], counts[choice] + len(ids)
+            begin = counts[choice]
+            counts[choice] = counts[choice] + len(ids)
             wanted = known[choice][begin : counts[choice]]
             if ids != wanted:
                 raise _Ended(

@@ -45,7 +45,8 @@ def addresses_of(description: Description) -> ClusterAddresses:
 
 def render(plan: ClusterPlan, folder: Path) -> list[Path]:
     """Write the values, and a private file of those that are secret."""
-    path, secret_path = folder / "values.yaml", folder / "secrets.yaml"
+    path = folder / "values.yaml"
+    secret_path = folder / "secrets.yaml"
     path.write_text(text_of([values_of(plan)]), encoding="utf-8")
     write_private(secret_path, text_of([secrets_of(plan)]).encode())
     return [path, secret_path]
@@ -53,7 +54,8 @@ def render(plan: ClusterPlan, folder: Path) -> list[Path]:
 
 def values_of(plan: ClusterPlan) -> Values:
     """Return the values that are not secret. Raises `ConfigError`."""
-    description, options = plan.description, plan.description.kubernetes
+    description = plan.description
+    options = plan.description.kubernetes
     _check(description)
     has_folder = _is_folder(description.model)
     (router, *_), router_spec = description.routers, plan.pool(ROUTERS)[0]
@@ -124,7 +126,8 @@ def _is_folder(model: str) -> bool:
 
 
 def _pool(plan: ClusterPlan, name: str) -> Values:
-    pool, spec = plan.description.pools[name], plan.pool(name)[0]
+    pool = plan.description.pools[name]
+    spec = plan.pool(name)[0]
     options = plan.description.kubernetes
     limits: dict[str, str] = dict(pool.resources)
     if pool.memory_mib:

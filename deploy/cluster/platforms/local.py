@@ -30,7 +30,9 @@ from baton.protocol.errors import ConfigError, NodeError
 from baton.runtime.process import Child, Command
 from baton.runtime.settings import VARIABLE_PREFIX
 
-SUPERVISOR, SUPERVISOR_LOG, SHARED_CPUS = "supervisor.json", "supervisor.log", "cpus"
+SUPERVISOR = "supervisor.json"
+SUPERVISOR_LOG = "supervisor.log"
+SHARED_CPUS = "cpus"
 MODULE = "baton.deploy.cluster.supervision"
 # The time that the supervisor itself takes beyond the grace of its processes.
 EXTRA_STOP_S = 10.0
@@ -100,7 +102,8 @@ class LocalPlatform:
         state: ProcessState = "waiting"
         last_end = ""
         if supervisor is None or not supervisor.process():
-            state, last_end = "ended", f"its supervisor has ended: see {folder / SUPERVISOR_LOG}"
+            state = "ended"
+            last_end = f"its supervisor has ended: see {folder / SUPERVISOR_LOG}"
         job = msgspec.json.decode((folder / JOB).read_bytes(), type=HostJob)
         return [
             ProcessStatus(spec.name, spec.role, spec.host, state, "", last_end)

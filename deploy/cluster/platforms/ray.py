@@ -47,15 +47,19 @@ from baton.runtime.clock import monotonic
 from baton.runtime.process import Interrupts
 
 TOKEN = "ray-token"  # the file of a state folder that says which job is ours
-GROUP, STORE = "processes", "baton"
+GROUP = "processes"
+STORE = "baton"
 # Variables of the plan; the key is a file in the memory of each actor.
-OWN_ADDRESS, KEY_FILE = "$(OWN_ADDRESS)", "$(KEY_FILE)"
+OWN_ADDRESS = "$(OWN_ADDRESS)"
+KEY_FILE = "$(KEY_FILE)"
 OWN_RESOURCES = {"CPU": "cpus", "GPU": "gpus", "memory": "memory_mib"}
 CAME_BACK = "its actor ended, and Ray started it again"
 # An actor's first report waits until its process has imported baton.
-REPORT_S, CONNECT_S = 5.0, 5.0
+REPORT_S = 5.0
+CONNECT_S = 5.0
 RESERVE_S = 10.0
-WATCH_S, LOOK_S = 0.1, 2.0
+WATCH_S = 0.1
+LOOK_S = 2.0
 HURRIED_S = 10.0
 # The time that Ray itself takes, beyond that of the processes.
 EXTRA_STOP_S = 15.0
@@ -205,7 +209,8 @@ class ProcessActor:
         job = _job_in(context.namespace)
         if job is None:
             raise NodeError(f"{name} was ended before it started")
-        self._name, self._job = name, job
+        self._name = name
+        self._job = job
         self._key_file = _in_memory(job.key)
         (role,) = (spec.role for spec in job.processes if spec.name == name)
         last_end = CAME_BACK if context.was_current_actor_reconstructed else ""

@@ -31,10 +31,14 @@ from baton.protocol.errors import BatonError, ConfigError
 from baton.runtime.clock import monotonic
 from baton.runtime.host import VISIBLE_GPUS
 
-SUBMIT, PLAN, KEY = "submit.sh", "plan.json", "key"
+SUBMIT = "submit.sh"
+PLAN = "plan.json"
+KEY = "key"
 ROUTERS_FILE = "routers"  # with the address of the routers
 # Variables of the plan. All routers of a job are on one host.
-FOLDER, OWN_ADDRESS, ROUTERS_ADDRESS = "$(FOLDER)", "$(OWN_ADDRESS)", "$(ROUTERS_ADDRESS)"
+FOLDER = "$(FOLDER)"
+OWN_ADDRESS = "$(OWN_ADDRESS)"
+ROUTERS_ADDRESS = "$(ROUTERS_ADDRESS)"
 ADDRESS = r"""
 OWN_ADDRESS=$(scontrol show node --oneliner "$SLURMD_NODENAME" |
   sed -n "s/.* NodeAddr=\([^ ]*\).*/\1/p")
@@ -111,7 +115,8 @@ def _submission(folder: str, pools: Sequence[str]) -> str:
 
 
 def _script_of(plan: ClusterPlan, pool: str, folder: str, logs: str) -> str:
-    description, first = plan.description, plan.pool(pool)[0]
+    description = plan.description
+    first = plan.pool(pool)[0]
     task = "" if pool == ROUTERS else "-%a"
     lines = [
         "#!/bin/bash",
@@ -144,7 +149,8 @@ def _options(description: Description, specs: Sequence[ProcessSpec]) -> list[str
 
     The nodes are spread evenly; memory and resources are per host.
     """
-    first, options = specs[0], description.slurm
+    first = specs[0]
+    options = description.slurm
     per_host = 1
     if first.role == "router":
         per_host = len(specs)
@@ -225,7 +231,8 @@ class RoutersWatch:
     """Tells when the routers have come to another address. It never waits for their file."""
 
     def __init__(self, folder: Path, routers: str) -> None:
-        self._folder, self._routers = folder, routers
+        self._folder = folder
+        self._routers = routers
         self._look_at_s = monotonic() + LOOK_S
 
     def are_elsewhere(self) -> bool:

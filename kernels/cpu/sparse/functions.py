@@ -43,7 +43,8 @@ class CpuSparse:
         self.num_chosen = num_chosen
         self._library = library  # keeps the code in memory
         self._kernels = kernels
-        self._rows, self._keys = rows, keys
+        self._rows = rows
+        self._keys = keys
         self._of_index = CpuKernels(library, keys, num_heads)
         self._num_heads, self._head_dim = num_heads, keys.shape[-1]
         self._threads = CpuThreads()
@@ -62,7 +63,8 @@ class CpuSparse:
         rows, lengths, starts, own_tables = chunks.T
         plain = np.clip(self.num_chosen - starts, 0, lengths)  # tokens that see all keys
         choosing = lengths - plain
-        chunk, numbers = np.repeat(np.arange(len(chunks)), choosing), np.arange(choosing.sum())
+        chunk = np.repeat(np.arange(len(chunks)), choosing)
+        numbers = np.arange(choosing.sum())
         place = numbers - (choosing.cumsum() - choosing)[chunk] + plain[chunk]
         # Of each query that chooses: its row, its position, and the start of its block table.
         items = (rows[chunk] + place, starts[chunk] + place, own_tables[chunk])
@@ -85,7 +87,8 @@ class CpuSparse:
         self._slots = torch.empty(len(items), self.num_chosen, dtype=torch.int32)
         if not len(items):
             return
-        width, most_keys = padded(head_dim), -(-int(items[:, 1].max() + 1) // TILE) * TILE
+        width = padded(head_dim)
+        most_keys = -(-int(items[:, 1].max() + 1) // TILE) * TILE
         before = num_heads * width + TILE * width + num_heads * TILE
         cuts = self._cuts(items[:, 1] + 1)
         scratch = torch.empty(len(cuts) - 1, before + most_keys)

@@ -36,8 +36,10 @@ from baton.kernels.cpu.vectors import (
     total,
 )
 
-MAGNITUDE, LOWEST = 0x7FFFFFFF, 1 << 31
-NUM_DIGITS, LAST_DIGIT = 32 // DIGIT_BITS, (1 << DIGIT_BITS) - 1
+MAGNITUDE = 0x7FFFFFFF
+LOWEST = 1 << 31
+NUM_DIGITS = 32 // DIGIT_BITS
+LAST_DIGIT = (1 << DIGIT_BITS) - 1
 
 
 @kernel
@@ -53,7 +55,8 @@ def layer_norm(
     out: Numbers,  # [num_rows, count]
 ) -> None:
     for row in range(first, end):
-        here, there = shift(x, row * stride_x), shift(out, row * count)
+        here = shift(x, row * stride_x)
+        there = shift(out, row * count)
         sums = every(ZERO)
         for i in range(0, count, WIDTH):
             sums = sums + load_first(here, i, count - i)
@@ -98,7 +101,8 @@ def choose_keys(
     products = shift(keys, TILE * width)
     scores = shift(products, num_heads * TILE)
     for unit in range(first_unit, end_unit):
-        row, count = items[unit * 3], items[unit * 3 + 1] + 1
+        row = items[unit * 3]
+        count = items[unit * 3 + 1] + 1
         table = shift(tables, items[unit * 3 + 2])
         for head in range(num_heads):
             at = (row * num_heads + head) * head_dim
@@ -151,7 +155,8 @@ def _take(
     The last of them is found digit by digit, from the highest one on, each time among the scores
     that share the digits found so far.
     """
-    found, above = 0, 0
+    found = 0
+    above = 0
     for number in range(NUM_DIGITS):
         low = 32 - (number + 1) * DIGIT_BITS
         for digit in range(LAST_DIGIT + 1):

@@ -71,7 +71,8 @@ class CpuStates:
 
         The channels are the first numbers of each row of `x`. Those of the last tokens are kept.
         """
-        shape, layout = self._layout.shape, self._layout
+        shape = self._layout.shape
+        layout = self._layout
         out = torch.empty(len(x), shape.num_groups * shape.num_channels)
         sizes = self._sizes(layout.tails[layer] // layout.number_bytes, layout.number_bytes)
         arguments = (

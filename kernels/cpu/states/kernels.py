@@ -91,9 +91,13 @@ def convolve(
     """
     size = taps * channels
     for unit in range(first_unit, end_unit):
-        item, group = unit // groups * FIELDS, unit % groups
-        row, length, position = items[item], items[item + 1], items[item + 2]
-        blocks, table = shift(pool, group * stride_part), shift(tables, items[item + 3])
+        item = unit // groups * FIELDS
+        group = unit % groups
+        row = items[item]
+        length = items[item + 1]
+        position = items[item + 2]
+        blocks = shift(pool, group * stride_part)
+        table = shift(tables, items[item + 3])
         copy_part(scratch, blocks, table, offset, size, part, stride_block, 0)
         source = shift(x, row * stride_x + group * channels)
         target = shift(out, (row * groups + group) * channels)
@@ -142,7 +146,8 @@ def gate_steps(
     """Compute steps `softplus(x + bias)`, how much of a state they leave, and what they add."""
     for row in range(first, end):
         for h in range(0, heads, WIDTH):
-            count, to = heads - h, row * heads + h
+            count = heads - h
+            to = row * heads + h
             raw = load_first(x, row * stride_x + to_steps + h, count)
             raw = raw + load_first(biases, h, count)
             size = larger(raw, every(ZERO) - raw)
@@ -196,12 +201,18 @@ def advance_states(
     padded = -(-key_dim // WIDTH) * WIDTH
     flat = shift(scratch, 5 * padded)
     num_decays = key_dim if by_key else 1
-    size, groups = key_dim * STRIP, heads // group_heads
+    size = key_dim * STRIP
+    groups = heads // group_heads
     for unit in range(first_unit, end_unit):
-        item, head = unit // heads * FIELDS, unit % heads
-        group, own = head // group_heads, head % group_heads
-        row, length, position = items[item], items[item + 1], items[item + 2]
-        table, num_held = shift(tables, items[item + 3]), items[item + 4]
+        item = unit // heads * FIELDS
+        head = unit % heads
+        group = head // group_heads
+        own = head % group_heads
+        row = items[item]
+        length = items[item + 1]
+        position = items[item + 2]
+        table = shift(tables, items[item + 3])
+        num_held = items[item + 4]
         blocks = shift(pool, group * stride_part)
         key_head = own * key_heads // group_heads
         start = shift(x, row * width + group * (width // groups))
@@ -266,18 +277,27 @@ def _advance_strip(
     One pass over the matrix makes it that of a token, multiplies it by the query, and by the next
     token's key, which is times that token's decays if they are `by_key`.
     """
-    query, key, later = scratch, shift(scratch, padded), shift(scratch, 2 * padded)
-    decayed, lasting = shift(scratch, 3 * padded), shift(scratch, 4 * padded)
+    query = scratch
+    key = shift(scratch, padded)
+    later = shift(scratch, 2 * padded)
+    decayed = shift(scratch, 3 * padded)
+    lasting = shift(scratch, 4 * padded)
     step = heads * key_dim if by_key else heads  # from a token's decays to the next token's
-    one, two, three = column + WIDTH, column + 2 * WIDTH, column + 3 * WIDTH
+    one = column + WIDTH
+    two = column + 2 * WIDTH
+    three = column + 3 * WIDTH
     _take(key, keys, 0, key_dim, is_normed, ONE)
     known_key = key
     if by_key:
         _multiply(decayed, key, decays, 0, key_dim)
         known_key = decayed
-    known_0, known_1, known_2, known_3 = every(ZERO), every(ZERO), every(ZERO), every(ZERO)
+    known_0 = every(ZERO)
+    known_1 = every(ZERO)
+    known_2 = every(ZERO)
+    known_3 = every(ZERO)
     for r in range(key_dim):
-        at, factor = r * STRIP, every(known_key[r])
+        at = r * STRIP
+        factor = every(known_key[r])
         known_0 = fma(load(matrix, at), factor, known_0)
         known_1 = fma(load(matrix, at + WIDTH), factor, known_1)
         known_2 = fma(load(matrix, at + 2 * WIDTH), factor, known_2)
@@ -286,13 +306,15 @@ def _advance_strip(
         _take(query, queries, token * width, key_dim, is_normed, scale)
         next_token = min(token + 1, length - 1)
         _take(later, keys, next_token * width, key_dim, is_normed, ONE)
-        decay, beta = every(decays[token * step]), every(betas[token * heads])
+        decay = every(decays[token * step])
+        beta = every(betas[token * heads])
         known_key = later
         if by_key:
             for i in range(key_dim):
                 lasting[i] = decays[token * step + i] if token >= num_held else ONE
             _multiply(decayed, later, decays, next_token * step, key_dim)
-            known_key, decay = decayed, every(ONE)
+            known_key = decayed
+            decay = every(ONE)
         at = token * width
         value_0 = load_first(values, at + column, value_dim - column)
         value_1 = load_first(values, at + one, value_dim - one)
@@ -308,12 +330,23 @@ def _advance_strip(
             delta_3 = (value_3 - decay * known_3) * beta
         if token < num_held:
             decay = every(ONE)
-            delta_0, delta_1, delta_2, delta_3 = every(ZERO), every(ZERO), every(ZERO), every(ZERO)
-        known_0, known_1, known_2, known_3 = every(ZERO), every(ZERO), every(ZERO), every(ZERO)
-        result_0, result_1, result_2, result_3 = every(ZERO), every(ZERO), every(ZERO), every(ZERO)
+            delta_0 = every(ZERO)
+            delta_1 = every(ZERO)
+            delta_2 = every(ZERO)
+            delta_3 = every(ZERO)
+        known_0 = every(ZERO)
+        known_1 = every(ZERO)
+        known_2 = every(ZERO)
+        known_3 = every(ZERO)
+        result_0 = every(ZERO)
+        result_1 = every(ZERO)
+        result_2 = every(ZERO)
+        result_3 = every(ZERO)
         for r in range(key_dim):
             at = r * STRIP
-            factor, read, later_read = every(key[r]), every(query[r]), every(known_key[r])
+            factor = every(key[r])
+            read = every(query[r])
+            later_read = every(known_key[r])
             if by_key:
                 decay = every(lasting[r])
             state_0 = fma(factor, delta_0, load(matrix, at) * decay)
@@ -324,10 +357,14 @@ def _advance_strip(
             store(matrix, at + WIDTH, state_1)
             store(matrix, at + 2 * WIDTH, state_2)
             store(matrix, at + 3 * WIDTH, state_3)
-            result_0, known_0 = fma(state_0, read, result_0), fma(state_0, later_read, known_0)
-            result_1, known_1 = fma(state_1, read, result_1), fma(state_1, later_read, known_1)
-            result_2, known_2 = fma(state_2, read, result_2), fma(state_2, later_read, known_2)
-            result_3, known_3 = fma(state_3, read, result_3), fma(state_3, later_read, known_3)
+            result_0 = fma(state_0, read, result_0)
+            known_0 = fma(state_0, later_read, known_0)
+            result_1 = fma(state_1, read, result_1)
+            known_1 = fma(state_1, later_read, known_1)
+            result_2 = fma(state_2, read, result_2)
+            known_2 = fma(state_2, later_read, known_2)
+            result_3 = fma(state_3, read, result_3)
+            known_3 = fma(state_3, later_read, known_3)
         to = token * heads * value_dim
         past = every(skip)
         store_first(out, to + column, fma(past, value_0, result_0), value_dim - column)

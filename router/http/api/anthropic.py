@@ -150,7 +150,8 @@ def chat_of(
 
     `ignored` has the names of ignored fields.
     """
-    choice, thinking = body.tool_choice or Choice(), body.thinking
+    choice = body.tool_choice or Choice()
+    thinking = body.thinking
     thinks = thinking is not None and thinking.type != "disabled"
     chosen: dict[str, ToolChoice] = {"any": "required", "auto": "auto", "none": "none"}
     form = body.output_config.format if body.output_config is not None else None
@@ -320,7 +321,9 @@ class MessageEvents:
         self, writer: ResponseWriter, metrics: RequestMetrics, *, is_streamed: bool
     ) -> None:
         """`metrics` are those of the request, as they grow."""
-        self._writer, self._metrics, self._is_streamed = writer, metrics, is_streamed
+        self._writer = writer
+        self._metrics = metrics
+        self._is_streamed = is_streamed
         self._events: list[bytes] = []  # to return
         self._blocks: list[Object] = []
         self._texts: list[str] = []  # of the block that is open
@@ -334,9 +337,11 @@ class MessageEvents:
         for call in delta.tool_calls:
             self._call(call)
         if delta.finish_reason is not None:
-            reason, sequence = _STOP_REASONS[delta.finish_reason], None
+            reason = _STOP_REASONS[delta.finish_reason]
+            sequence = None
             if reason == "end_turn" and isinstance(delta.stop_reason, str):
-                reason, sequence = "stop_sequence", delta.stop_reason
+                reason = "stop_sequence"
+                sequence = delta.stop_reason
             self._stop = {"stop_reason": reason, "stop_sequence": sequence}
         return self._taken()
 
@@ -399,7 +404,8 @@ class MessageEvents:
     def _close(self) -> None:
         if self._is_open:
             self._is_open = False
-            block, text = self._blocks[-1], "".join(self._texts)
+            block = self._blocks[-1]
+            text = "".join(self._texts)
             if block["type"] == "tool_use":
                 block["input"] = _object_of(text)
             elif text:

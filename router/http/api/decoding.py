@@ -186,7 +186,8 @@ class _Cleaning:
         for name, (inner, is_list) in _structs_in(kind).items():
             if name not in known:
                 continue
-            field, inner_path = bytes(known[name]), _joined(path, name)
+            field = bytes(known[name])
+            inner_path = _joined(path, name)
             if is_list:
                 cleaned = self._of_list(field, inner, inner_path)
             else:

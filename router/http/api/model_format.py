@@ -43,7 +43,8 @@ class ModelFormat(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, config: RouterConfig, template: ChatTemplate | None) -> "ModelFormat":
         """Return the formats that the settings name, or those of the template."""
-        tools, reasoning = "", ""
+        tools = ""
+        reasoning = ""
         if config.tool_call_parser == "auto":
             tools = "" if template is None else _shown_format(template)
         elif config.tool_call_parser != "none":

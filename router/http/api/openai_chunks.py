@@ -178,9 +178,11 @@ class ResponseWriter(msgspec.Struct, frozen=True):
         """Return what makes the chunks of a choice that has brought some tokens already."""
         head = self._head(True) + b'[{"index":%d,' % index
         if self.is_chat:
-            before, after = b'"delta":{"content":', b'},"logprobs":null,"finish_reason":'
+            before = b'"delta":{"content":'
+            after = b'},"logprobs":null,"finish_reason":'
         else:
-            before, after = b'"text":', b',"logprobs":null,"finish_reason":'
+            before = b'"text":'
+            after = b',"logprobs":null,"finish_reason":'
         end = b"}]" + self._tail()
         template = ChunkTemplate(self, head + before, after, end)
         if self.continuous_usage:
@@ -331,7 +333,8 @@ class ChunkTemplate:
             usage = _counts(self._num_prompt_tokens, self._num_output_tokens)
             self._end = b'}],"usage":' + _encode(usage) + b"}"
             self._running_end = self._after + b"null" + self._end
-        token_ids, after = self._writer.token_ids, self._after
+        token_ids = self._writer.token_ids
+        after = self._after
         if delta.logprobs is not None:
             logprobs = self._writer.logprobs(delta, self._num_chars)
             pairs = zip(delta.token_ids, delta.logprobs, strict=True)

@@ -75,7 +75,8 @@ def tokenized(
 ) -> Prepared:
     """Return the prompts of a body as token ids. Raises `RequestError`."""
     num_kept = _num_kept(parsed, model)
-    prompts, echoes = [], []
+    prompts = []
+    echoes = []
     for prompt in parsed.prompts:
         with blaming(parsed.sent):
             token_ids = _ids_of(prompt, parsed, model, text, template)

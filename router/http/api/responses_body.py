@@ -379,7 +379,8 @@ def _is_only_reasoning(turn: Object) -> bool:
 
 def _settings(body: ResponseBody, parsed: ParsedRequest, tools: list[Tool]) -> Object:
     """Return the fields of a response object that repeat its request."""
-    text, reasoning = body.text or TextSettings(), body.reasoning or ReasoningSettings()
+    text = body.text or TextSettings()
+    reasoning = body.reasoning or ReasoningSettings()
     choice = body.tool_choice or "auto"
     return {
         "background": False,

@@ -85,7 +85,9 @@ class EventStream:
         *,
         has_ids: bool = False,
     ) -> None:
-        self._events, self._num_choices, self._has_ids = events, num_choices, has_ids
+        self._events = events
+        self._num_choices = num_choices
+        self._has_ids = has_ids
         self._metrics = metrics
         self._silence_s = silence_s
         self._unwritten: list[bytes] = []
@@ -202,7 +204,8 @@ class EventStream:
         write.close()  # it would wait for the client, as `_flush` does before it writes more
 
     def _release(self) -> None:
-        held, self._held = self._held, None
+        held = self._held
+        self._held = None
         for delta in held.take() if held is not None else ():
             self._send(delta)
 
@@ -283,8 +286,10 @@ class ChunkEvents:
         has_ids: bool = False,
     ) -> None:
         """Begin at the client's `place` if it can resume the stream."""
-        self._writer, self._num_choices = writer, num_choices
-        self._prompts, self._num_prompt_tokens = prompts, num_prompt_tokens
+        self._writer = writer
+        self._num_choices = num_choices
+        self._prompts = prompts
+        self._num_prompt_tokens = num_prompt_tokens
         self._has_ids = has_ids
         self._has_usage = place is not None and place.tail != ""
         received = None
@@ -298,7 +303,8 @@ class ChunkEvents:
         }
 
     def take(self, delta: CompletionOutput) -> bytes:
-        opening, template = b"", self._templates.get(delta.index)
+        opening = b""
+        template = self._templates.get(delta.index)
         if template is None:
             opening, template = self._begin(delta.index)
         if self._has_ids:
@@ -316,7 +322,8 @@ class ChunkEvents:
 
     def _begin(self, index: int) -> tuple[bytes, ChunkTemplate]:
         """Return the first event of a choice and what makes the others."""
-        prompt, opening = index // self._num_choices, b""
+        prompt = index // self._num_choices
+        opening = b""
         num_prompt_tokens = self._num_prompt_tokens[prompt]
         template = self._templates[index] = self._writer.chunks(index, num_prompt_tokens)
         shown = self._prompts[prompt] if self._prompts else ShownPrompt()
@@ -420,7 +427,8 @@ def _part(num_tokens: int, digest: int, *, has_ended: bool) -> bytes:
 
 def _received(num_tokens: str | None, end: str | None, digest: str | None) -> ReceivedPart:
     """Read the groups of a part of an event id, which are None before the choice's first event."""
-    has_begun, has_ended = num_tokens is not None, end == "e"
+    has_begun = num_tokens is not None
+    has_ended = end == "e"
     return ReceivedPart(int(num_tokens or 0), has_begun, has_ended, int(digest or "0", 16))
 
 

@@ -99,7 +99,8 @@ def _tokenized(
     lora_of(body.model, model)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give either prompt or messages", param="prompt")
-    prompt, adds_tokens = body.prompt, body.add_special_tokens is not False
+    prompt = body.prompt
+    adds_tokens = body.add_special_tokens is not False
     if prompt is None:
         turns = plain_turns(body.messages or ())
         if not turns:

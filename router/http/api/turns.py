@@ -279,7 +279,9 @@ def tool_use_of(
     if isinstance(choice, AllowedTools):
         is_required = choice.allowed_tools.mode == "required"
     if isinstance(choice, NamedTool):
-        is_required, parallel, name = True, False, choice.function.name
+        is_required = True
+        parallel = False
+        name = choice.function.name
         functions = [function for function in functions if function.name == name]
         if not functions:
             text = f"tools has no function {clip(name)!r}"

@@ -108,7 +108,8 @@ def test_a_closed_loop_has_no_more_under_way_than_it_may():
     result = run(script, planned, concurrency=3, processes=2)
     assert outcomes(result) == {Outcome.ANSWERED: 33}
     assert max(running) <= 3
-    warm_up, measured = result.records[:3], result.records[3:]
+    warm_up = result.records[:3]
+    measured = result.records[3:]
     assert all(record.warm_up and record.end_s < 0 for record in warm_up)
     assert all(record.intended_s == record.sent_s >= 0 for record in measured)
     assert sum(client.num_requests for client in result.clients) == 30

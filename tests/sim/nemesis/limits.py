@@ -72,7 +72,8 @@ async def take_blocks(_world: "World", node: SimNode, _router: SimRouter, second
     """Let a pool have no free block, as with sequences that end later."""
     if node.process.is_dead or node.hoard:
         return
-    hoard, pool = node.hoard, node.pool
+    hoard = node.hoard
+    pool = node.pool
     hoard += pool.allocate(pool.num_free)
     await asyncio.sleep(seconds)
     pool.release(hoard)

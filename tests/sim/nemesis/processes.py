@@ -141,7 +141,9 @@ async def pause_all(world: "World", _node: SimNode, _router: SimRouter, seconds:
 
 async def slow_motion(world: "World", _node: SimNode, _router: SimRouter, seconds: float) -> None:
     """Let each process, or its threads alone, run for moments only, as on a host that swaps."""
-    rng, members, lasts_s = world.rng, _members(world), 3 * seconds
+    rng = world.rng
+    members = _members(world)
+    lasts_s = 3 * seconds
     ends_s = world.loop.time() + lasts_s
     for member in members:
         member.freeze()
@@ -169,7 +171,8 @@ async def exchange_keys(world: "World", _node: SimNode, _router: SimRouter, seco
 
 async def _restart(world: "World", member: Member, seconds: float) -> None:
     """End a process, gently or not, and start the next one, unless another fault does it."""
-    before, died = member.process, member.died
+    before = member.process
+    died = member.died
     if member.is_up and world.later_rng.random() < 0.5:
         end = member.drain if isinstance(member, SimNode) else cast("SimRouter", member).end
         end()

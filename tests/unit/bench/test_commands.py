@@ -100,7 +100,8 @@ def test_words_and_flags_may_be_mixed_and_repeated_ones_keep_their_commas():
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_the_example_in_the_help_works(name):
-    settings, words = cli.COMMANDS[name].settings, cli.COMMANDS[name].example.split()
+    settings = cli.COMMANDS[name].settings
+    words = cli.COMMANDS[name].example.split()
     assert words[:3] == ["baton", "bench", name]
     cli.parse(settings, words[3:])
 
@@ -134,7 +135,8 @@ def test_a_mistake_is_one_clear_line(words, hint):
 
 def arm_run(arm: str, number: int, *problems: str) -> Run:
     run = scene_run(f"{arm} {number}")
-    run.arm, run.round = arm, number
+    run.arm = arm
+    run.round = number
     run.problems = [invalid(text) for text in problems]
     return run
 

@@ -148,7 +148,8 @@ def test_a_plan_that_cannot_be_is_refused_in_a_line(workload, arrivals, bounds, 
     ],
 )
 def test_mean_and_spread_are_those_of_the_text(text, mean, sd):
-    rng, form = np.random.default_rng(0), parse_lengths(text)
+    rng = np.random.default_rng(0)
+    form = parse_lengths(text)
     lengths = [form.draw(rng) for _ in range(20_000)]
     assert statistics.fmean(lengths) == pytest.approx(mean, rel=0.02)
     assert statistics.pstdev(lengths) == pytest.approx(sd, rel=0.05)

@@ -140,7 +140,9 @@ def test_a_checkout_is_named_by_its_commit_and_else_by_the_version():
 def test_no_text_of_a_server_runs_in_the_page():
     found = report_of([scene_run(EVIL), scene_run("<b>two</b>")], title=EVIL)
     found.runs[0].records[4] = failed(4, 1.0, Outcome.SERVER_ERROR, EVIL)
-    found.runs[0].notes, found.notes, found.settings = [EVIL], [EVIL], {EVIL: EVIL}
+    found.runs[0].notes = [EVIL]
+    found.notes = [EVIL]
+    found.settings = {EVIL: EVIL}
     page = html(found)
     assert "<script" not in page
     assert "<img" not in page

@@ -89,7 +89,8 @@ def test_each_run_decides_the_next_one(steps, options, next_rate, purpose):
 def test_it_converges_on_any_falling_curve_within_its_noise(
     edge, width, start, tolerance, noise, seed
 ):
-    curve, dice = knee(edge, width), random.Random(seed)
+    curve = knee(edge, width)
+    dice = random.Random(seed)
     options = SearchOptions(
         start_rate=start, tolerance=tolerance, max_probes=1000, min_rate=0.001, confirmations=2
     )
@@ -112,7 +113,8 @@ def test_however_a_server_behaves_only_confirmed_rates_are_reported_as_confirmed
     answers, max_probes, confirmations
 ):
     options = SearchOptions(max_probes=max_probes, confirmations=confirmations, min_rate=0.02)
-    search, replies = RateSearch(options), iter(answers)
+    search = RateSearch(options)
+    replies = iter(answers)
     while (rate := search.next_rate()) is not None:
         answer = next(replies)  # never more than `max_probes`
         assert options.min_rate <= rate

@@ -113,7 +113,9 @@ def test_a_malformed_row_of_a_file_is_named_by_its_line(tmp_path, row, why):
 @st.composite
 def traces(draw: st.DrawFn) -> list[TraceRow]:
     """Rows in order, several to a stamp, whose blocks form a tree as those of Mooncake do."""
-    rows, at_s, children = [], 0.0, itertools.count()
+    rows = []
+    at_s = 0.0
+    children = itertools.count()
     tree: dict[tuple[int, ...], list[int]] = {}
     for _ in range(draw(st.integers(1, 20))):
         at_s += draw(st.sampled_from((0.0, 0.0, 0.5, 3.0)))

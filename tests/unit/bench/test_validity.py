@@ -16,8 +16,11 @@ from tests.support.bench_records import case_of, ended, load, plan_of, request, 
 
 IDLE = ClientProcess(1, 10.0, 100.0, 1000, 10_000)
 BUSY = msgspec.structs.replace(IDLE, cpu_s=61.0)
-INVALID, WARNING = Severity.INVALID, Severity.WARNING
-ANSWERED, REFUSED, STOPPED = Outcome.ANSWERED, Outcome.REFUSED, Outcome.STOPPED
+INVALID = Severity.INVALID
+WARNING = Severity.WARNING
+ANSWERED = Outcome.ANSWERED
+REFUSED = Outcome.REFUSED
+STOPPED = Outcome.STOPPED
 
 
 def problems_of(
@@ -124,7 +127,8 @@ def test_answers_of_another_length_make_a_run_invalid_unless_they_are_few():
 def test_a_run_without_an_answer_is_invalid_and_nothing_else_is_said(outcome, why):
     records = steady(20)
     for record in records:
-        record.outcome, record.detail = outcome, "why"
+        record.outcome = outcome
+        record.detail = "why"
     (found,) = problems_of(records)
     assert found.is_invalid
     assert re.search(why, found.text)
@@ -164,6 +168,7 @@ def test_a_load_in_which_nothing_counts_is_a_failure_and_says_why():
 def test_a_prefix_cache_that_helped_by_accident_is_a_warning():
     for workload in (Workload(), Workload(workload="trace")):
         result = ended(ANSWERED)
-        result.records[0].prompt_tokens, result.records[0].cached_tokens = 100, 50
+        result.records[0].prompt_tokens = 100
+        result.records[0].cached_tokens = 50
         run = run_of(case_of(1, workload=workload), result)
         assert (CACHED in texts(run, is_invalid=False)) is (workload == Workload())

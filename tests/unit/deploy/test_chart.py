@@ -206,7 +206,8 @@ def test_the_job_fetches_what_baton_reads_and_pods_wait_for_its_mark(tmp_path):
     found = objects_of("--values", values_file(tmp_path, **FULL))
     (job,) = (one["spec"]["template"]["spec"] for (kind, _), one in found.items() if kind == "Job")
     script = job["containers"][0]["command"][2]
-    folder, mark = "/model/qwen/small", script.split()[-1]
+    folder = "/model/qwen/small"
+    mark = script.split()[-1]
     patterns = " ".join(f"--include '{pattern}'" for pattern in (*HUB_FILES, HUB_WEIGHTS))
     assert script == f'hf download "$MODEL" --local-dir {folder} {patterns} && touch {mark}'
     pod = found["StatefulSet", "small-decode"]["spec"]["template"]["spec"]

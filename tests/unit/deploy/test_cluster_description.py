@@ -220,7 +220,8 @@ def test_slurm_tasks_of_one_host_differ_in_ports_and_gpus(tmp_path):
 def test_nodes_notice_routers_that_moved_and_never_wait_for_their_file(monkeypatch, tmp_path):
     now_s = 0.0
     monkeypatch.setattr(slurm, "monotonic", lambda: now_s)
-    watch, found = slurm.RoutersWatch(tmp_path, "10.0.0.1"), []
+    watch = slurm.RoutersWatch(tmp_path, "10.0.0.1")
+    found = []
     for text in (None, "10.0.0.1\n", "10.0.0.2\n"):
         if text is not None:
             (tmp_path / slurm.ROUTERS_FILE).write_text(text)

@@ -20,7 +20,8 @@ from baton.deploy.cluster.status import (
 from baton.deploy.startup import NodeLoad, NodeReply
 from baton.protocol.errors import ConfigError
 
-PREFILL, DECODE = "prefill-0", "decode-0"
+PREFILL = "prefill-0"
+DECODE = "decode-0"
 READY = (
     NodeReply(PREFILL, "prefill", "ready", load=NodeLoad(1, 2, 60, 80)),
     NodeReply(DECODE, "decode", "ready", load=NodeLoad(3, 0, 80, 80)),

@@ -28,7 +28,8 @@ from tools.gpu.kernel_cases import (
     rotation_table,
 )
 
-FP32, BF16 = torch.float32, torch.bfloat16
+FP32 = torch.float32
+BF16 = torch.bfloat16
 # The same sums in another order: fp32 to a few units in the last place, bf16 rounded once.
 TOLERANCE = {FP32: (2e-6, 2e-6), BF16: (8e-3, 1e-6)}
 
@@ -57,7 +58,8 @@ def no_progress(done: int, total: int) -> None:
 
 @cache
 def library(kind: Kind) -> CpuLibrary:
-    is_bf16, in_pairs = kind is not Kind.FP32, kind is Kind.PAIRS
+    is_bf16 = kind is not Kind.FP32
+    in_pairs = kind is Kind.PAIRS
     return load_library(is_bf16=is_bf16, in_pairs=in_pairs, progress=no_progress)
 
 
@@ -81,7 +83,8 @@ def work(ours: CpuKernels, batch: Batch, spans: list[tuple[int, int, int, int]])
 
 def spans_of(batch: Batch) -> list[tuple[int, int, int, int]]:
     """First row, tokens, first position, start of the block table, of each sequence."""
-    starts, width = batch.query_starts.tolist(), batch.block_tables.shape[1]
+    starts = batch.query_starts.tolist()
+    width = batch.block_tables.shape[1]
     return [
         (starts[i], starts[i + 1] - starts[i], end - starts[i + 1] + starts[i], i * width)
         for i, end in enumerate(batch.context_lens.tolist())
@@ -89,7 +92,8 @@ def spans_of(batch: Batch) -> list[tuple[int, int, int, int]]:
 
 
 def attended(batch: Batch, spans: list[tuple[int, int, int, int]], kind: Kind) -> Tensor:
-    ours, q = kernels(batch, kind), batch.q.contiguous()
+    ours = kernels(batch, kind)
+    q = batch.q.contiguous()
     out = torch.full_like(q, float("nan"))
     ours.attend(q, LAYER, work(ours, batch, spans), out, batch.scale, *batch.how)
     return out
@@ -179,12 +183,15 @@ def test_threads_get_the_bits_of_one_thread(kind):
     """Enough of everything that four threads have a slice each."""
     shape = AttentionShape((1500, 700, 4000), (300, 700, 1), 8, 4, 64, dtype=kind.dtype)
     batch = attention_batch(shape, "cpu")
-    ours, q = kernels(batch, kind), batch.q.contiguous()
+    ours = kernels(batch, kind)
+    q = batch.q.contiguous()
     generator = torch.Generator().manual_seed(7)
     x, residual = torch.randn(2, 3000, 640, generator=generator).to(kind.dtype).unbind()
     qkv = torch.randn(1001, 16 * 64, generator=generator).to(kind.dtype)
-    positions, slots = torch.arange(1001), torch.arange(1001)
-    table, norms = rotation_table(1001, 64), qkv[0, : 12 * 64]
+    positions = torch.arange(1001)
+    slots = torch.arange(1001)
+    table = rotation_table(1001, 64)
+    norms = qkv[0, : 12 * 64]
 
     def computed(num_threads: int) -> list[Tensor]:
         torch.set_num_threads(num_threads)
@@ -219,7 +226,8 @@ def test_rotation_and_store(dtype, head_dim, has_norms):
     table = rotation_table(500, head_dim)
     q_norm, k_norm = torch.randn(2, head_dim, generator=generator).to(dtype).unbind()
     norms = torch.cat((q_norm.expand(6, -1), k_norm.expand(2, -1))) if has_norms else None
-    ours, theirs = pool.clone(), pool.clone()
+    ours = pool.clone()
+    theirs = pool.clone()
     got = CpuKernels(library(PLAIN[dtype]), ours, 6).rope_and_store(
         packed.flatten(1), LAYER, positions, slots, table, norms, 1e-5
     )
@@ -241,8 +249,10 @@ def test_rows_whose_last_numbers_alone_are_rotated(dtype, head_dim, rotary_dim):
     packed = torch.randn(15, 6 + 1, head_dim, generator=generator).to(dtype)
     positions = torch.randint(0, 500, (15,), generator=generator)
     pool = torch.full((4, 1, 3, 1, 16, head_dim), float("nan"), dtype=dtype)
-    slots, table = torch.randperm(64, generator=generator)[:13], rotation_table(500, rotary_dim)
-    ours, theirs = pool.clone(), pool.clone()
+    slots = torch.randperm(64, generator=generator)[:13]
+    table = rotation_table(500, rotary_dim)
+    ours = pool.clone()
+    theirs = pool.clone()
     got = CpuKernels(library(PLAIN[dtype]), ours, 6).rope_and_store(
         packed.flatten(1), LAYER, positions, slots, table, None, 1e-5
     )
@@ -296,7 +306,9 @@ def test_gates_beside_other_numbers_scale_rows(dtype):
 def test_caps_of_logits():
     logits = 20 * torch.randn(3, 1003, generator=torch.Generator().manual_seed(4))
     logits[1, 5:8] = torch.tensor([torch.inf, -torch.inf, torch.nan])
-    ours, expected, alone = logits.clone(), logits.clone(), logits[1:2].clone()
+    ours = logits.clone()
+    expected = logits.clone()
+    alone = logits[1:2].clone()
     for x in (ours, alone):
         row_kernels(FP32).soft_cap(x, 30.0)
     reference.soft_cap(expected, 30.0)
@@ -308,7 +320,8 @@ def test_bf16_results_are_rounded_to_the_nearest_even_and_nan_stays():
     """The sum of a residual rounds whatever fp32 can hold, as torch rounds it."""
     bits = torch.randint(-(2**15), 2**15, (64, 2048), dtype=torch.int16)
     bits[0, :4] = torch.tensor([0x7F81, 0x7FFF, -1, 0x7F80], dtype=torch.int16)  # NaN, infinity
-    x, residual = bits.view(BF16), bits.roll(1, 0).view(BF16)
+    x = bits.view(BF16)
+    residual = bits.roll(1, 0).view(BF16)
     ours = row_kernels(BF16)
     _, stream = ours.add_rms_norm(x, residual, x[0], 1e-6)
     expected = x + residual
@@ -318,7 +331,8 @@ def test_bf16_results_are_rounded_to_the_nearest_even_and_nan_stays():
 
 @pytest.mark.parametrize("failing", [0.0, 1.0, 2.0])
 def test_an_error_is_raised_after_every_slice_has_ended(failing):
-    threads, ended = CpuThreads(), []
+    threads = CpuThreads()
+    ended = []
 
     def work(number: float) -> None:
         if number == failing:

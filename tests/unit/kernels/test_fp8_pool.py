@@ -21,7 +21,8 @@ from tools.gpu.kernel_cases import (
     rotation_table,
 )
 
-FP32, BF16 = torch.float32, torch.bfloat16
+FP32 = torch.float32
+BF16 = torch.bfloat16
 HAS_PAIRS = has_bf16_products()
 # Compiling takes long, so one of bf16's kinds is enough each day.
 KINDS = [
@@ -77,7 +78,8 @@ def test_rows_are_stored_as_codes_of_what_another_pool_would_hold(
 ):
     rows = spread_rows(37 * 10, head_dim, dtype).view(37, 10 * head_dim)
     rows[5, 7 * head_dim] = rows[6, 9 * head_dim + 3] = math.nan
-    table, positions = rotation_table(100, head_dim), torch.arange(37)
+    table = rotation_table(100, head_dim)
+    positions = torch.arange(37)
     slots = torch.randperm(3 * 37)[:37]
     plain = torch.zeros(3 * 37 // block_size + 1, 2, 3, 2, block_size, head_dim, dtype=dtype)
     narrow, _ = in_fp8(plain)
@@ -113,8 +115,10 @@ def test_attention_has_the_bits_of_a_pool_with_the_same_numbers(dtype, in_pairs,
     changed: dict[str, object] = SHAPES[name]  # type: ignore[assignment]
     batch = attention_batch(dataclasses.replace(shape, **changed), "cpu")  # type: ignore[arg-type]
     narrow, plain = in_fp8(batch.pool)
-    starts, ends = batch.query_starts.tolist(), batch.context_lens.tolist()
-    width, q = batch.block_tables.shape[1], batch.q.contiguous()
+    starts = batch.query_starts.tolist()
+    ends = batch.context_lens.tolist()
+    width = batch.block_tables.shape[1]
+    q = batch.q.contiguous()
     spans = [
         (starts[i], starts[i + 1] - starts[i], end - starts[i + 1] + starts[i], i * width)
         for i, end in enumerate(ends)

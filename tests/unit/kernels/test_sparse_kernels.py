@@ -20,8 +20,10 @@ from baton.model.config.rope_config import Rope
 from baton.model.layers.rotary import rope_table
 
 EPS = 1e-6
-LAYERS, LAYER = 2, 1
-ROTATED, HEADS = 8, 3
+LAYERS = 2
+LAYER = 1
+ROTATED = 8
+HEADS = 3
 TABLE = tuple(range(20, 0, -1))  # blocks of a sequence, in no order of memory
 
 
@@ -40,7 +42,9 @@ class Case:
         num_chosen: int = 20,
     ) -> None:
         self.num_heads, self.head_dim = index
-        self.dtype, self.block_size, self.num_chosen = dtype, block_size, num_chosen
+        self.dtype = dtype
+        self.block_size = block_size
+        self.num_chosen = num_chosen
         row_dim = 40
         sizes = [LAYERS * block_size * width for width in (row_dim, self.head_dim)]
         blocks = torch.full((22, sum(sizes)), float("nan"), dtype=dtype)
@@ -96,7 +100,8 @@ class Case:
             reference.rope_and_store(of, key, None, positions, self.angles, pool, LAYER, slots)
             for of, key, pool in ((q, rows, pools[0]), (index_q, keys, pools[1]))
         )
-        table, ends = torch.tensor([TABLE]), torch.tensor([len(qkv)])
+        table = torch.tensor([TABLE])
+        ends = torch.tensor([len(qkv)])
         own = sparse_reference.paged_keys(pools[1], LAYER, table[0], len(qkv))
         scores = sparse_reference.index_scores(index_q, weights, own)
         return reference.paged_prefill_attention(
@@ -154,7 +159,8 @@ def test_of_equal_scores_the_first_keys_are_chosen():
 @pytest.mark.parametrize("count", [1, 8, 24, 128, 130])
 def test_a_layer_norm_is_its_reference(count, dtype):
     case = Case(dtype)
-    x, norm = case.numbers(9, count + 3)[:, :count] * 3 + 1, torch.randn(2, count)
+    x = case.numbers(9, count + 3)[:, :count] * 3 + 1
+    norm = torch.randn(2, count)
     expected = sparse_reference.layer_norm(x, norm, EPS)
     found = case.sparse.layer_norm(x, norm, EPS)
     tolerance = (1e-5, 1e-5) if dtype == torch.float32 else (1.6e-2, 1e-2)

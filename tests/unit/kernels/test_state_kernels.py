@@ -14,7 +14,8 @@ from baton.kernels.state_reference import Gates, StateBytes, StateWeights
 from baton.model.batch_invariance.row_rule import num_threads
 
 EPS = 1e-6
-LAYERS, LAYER = 2, 1
+LAYERS = 2
+LAYER = 1
 # Matrices that fit a block and matrices that are cut; a head that shares its key and one that does
 # not; sizes that are no whole vectors.
 SHAPES = {
@@ -41,8 +42,10 @@ class Case:
         self.dtype = dtype
         library = load_library(is_bf16=dtype == torch.bfloat16, progress=no_progress)
         self.states = CpuStates(library, self.pool, self.layout)
-        heads, channels = shape.num_groups * shape.num_heads, shape.num_groups * shape.num_channels
-        width, keys = heads * shape.value_dim, shape.num_key_heads * shape.key_dim
+        heads = shape.num_groups * shape.num_heads
+        channels = shape.num_groups * shape.num_channels
+        width = heads * shape.value_dim
+        keys = shape.num_key_heads * shape.key_dim
         generator = torch.Generator().manual_seed(1)
 
         def numbers(*size: int) -> Tensor:
@@ -112,10 +115,12 @@ def test_a_layer_with_a_state_is_its_reference(name, kind, dtype):
     case = Case(name, dtype, **kind)
     x = case.inputs(37)
     pool = case.pool.clone()
-    ours, expected = case.compute(x, (0, 37, 0, 0)), case.expected(x, pool)
+    ours = case.compute(x, (0, 37, 0, 0))
+    expected = case.expected(x, pool)
     rtol, atol = (1e-4, 1e-5) if dtype == torch.float32 else (1.6e-2, 1e-3)
     torch.testing.assert_close(ours, expected, rtol=rtol, atol=atol)
-    mine, theirs = StateBytes(case.pool, case.layout), StateBytes(pool, case.layout)
+    mine = StateBytes(case.pool, case.layout)
+    theirs = StateBytes(pool, case.layout)
     blocks = case.blocks(0)
     torch.testing.assert_close(mine.tail(LAYER, blocks), theirs.tail(LAYER, blocks))
     torch.testing.assert_close(
@@ -129,7 +134,8 @@ def test_a_layer_with_a_state_is_its_reference(name, kind, dtype):
 @pytest.mark.parametrize("name", SHAPES)
 def test_no_cut_crowd_or_thread_changes_a_bit(name, by_key, dtype):
     case = Case(name, dtype, by_key=by_key)
-    x, others = case.inputs(60), case.inputs(60)
+    x = case.inputs(60)
+    others = case.inputs(60)
     whole = case.compute(x, (0, 60, 0, 0))
     state = case.pool[list(case.blocks(0))].clone()
     with num_threads(2):

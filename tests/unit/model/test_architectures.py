@@ -214,7 +214,8 @@ def test_experts_in_mxfp4_have_the_bits_of_their_numbers(tmp_path):
     packed = changed(tmp_path, "gpt_oss", quantization_config=config)
     plain = changed(tmp_path / "plain", "gpt_oss")
     tensors = load_file(packed / "model.safetensors")
-    stored, numbers = dict(tensors), dict(tensors)
+    stored = dict(tensors)
+    numbers = dict(tensors)
     generator = torch.Generator().manual_seed(3)
     for name in tensors:
         if name.endswith("_proj"):

@@ -78,7 +78,8 @@ def test_chunk_sizes_leave_no_trace(runner):
 def test_decoding_neighbours_leave_no_trace(runner):
     """Contexts of one to three tiles side by side, so padding and grouping are at work."""
     lengths = [LENGTH, 1, 17, 128, 129, 250, 16, 256, 90]
-    first, texts = 0, []
+    first = 0
+    texts = []
     for number, length in enumerate(lengths):
         texts.append(text(str(number), length, first))
         first += -(-length // 16)
@@ -100,7 +101,8 @@ def test_prompts_and_decoding_mix_in_one_batch(runner):
 
 
 def test_rows_that_are_asked_for_alone_have_the_bits_of_all(runner):
-    a, b = text("a", 200), text("b", 40, 20)
+    a = text("a", 200)
+    b = text("b", 40, 20)
     chunked_logits(runner, a, [150, 50])
     slices = a.chunk(150, 200), b.chunk(0, 40)
     expected = torch.cat(logits(runner, *slices))

@@ -334,7 +334,8 @@ def test_fp32_logits_equal_those_of_transformers(variant, tmp_path):
 
 def test_longrope_has_the_angles_of_the_longest_sequence_that_a_node_takes(tmp_path):
     """transformers takes those of one sequence, so only they are compared that have its own."""
-    folder, tokens = folder_of("longrope of three quarters", tmp_path), prompt(60)
+    folder = folder_of("longrope of three quarters", tmp_path)
+    tokens = prompt(60)
     for max_model_len, is_equal in ((64, True), (65, False)):
         config = with_values(compute_config(folder), {"model.max_model_len": max_model_len})
         with loaded(config) as runner:

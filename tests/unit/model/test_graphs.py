@@ -90,7 +90,9 @@ class World:
     def __init__(
         self, runner: Runner, luck: random.Random, depth: int, limits: NodeLimits = LIMITS
     ) -> None:
-        self.runner, self.luck, self.depth = runner, luck, depth
+        self.runner = runner
+        self.luck = luck
+        self.depth = depth
         self.pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
         self.scheduler = DecodeScheduler(self.pool, limits)
         self.launched: deque[StepPlan] = deque()
@@ -101,7 +103,8 @@ class World:
 
     def ask(self, prompt: list[int], sampling: Sampling) -> None:
         of = key(f"r{len(self.asked)}")
-        self.asked[of], self.said[of] = (prompt, sampling), []
+        self.asked[of] = (prompt, sampling)
+        self.said[of] = []
         self.scheduler.add(0.0, 0, Decode(of, list(prompt), len(prompt), sampling, 1))
 
     def turn(self) -> bool:
@@ -152,12 +155,15 @@ def test_random_schedules_say_what_one_eager_step_after_the_other_says(folder):
     assert len({tuple(tokens) for tokens in expected.values()}) > 12, "the model says too little"
     assert any(len(tokens) < 6 for tokens in expected.values()), "nothing ends early"
     queue = RecordingQueue()
-    runner, num_cut, num_right = captured(queue, masks(folder)), 0, 0
+    runner = captured(queue, masks(folder))
+    num_cut = 0
+    num_right = 0
     for seed in range(NUM_SCHEDULES):
         world = World(runner, random.Random(seed), 2, GUESSING if seed % 2 else LIMITS)
         world.play()
         for of, (prompt, sampling) in world.asked.items():
-            whole, said = expected[tuple(prompt), sampling], world.said[of]
+            whole = expected[tuple(prompt), sampling]
+            said = world.said[of]
             assert said == (whole[: len(said)] if of in world.cut else whole), (seed, of)
         assert world.pool.num_owned == 0
         num_cut += len(world.cut)
@@ -180,7 +186,8 @@ def test_prompts_are_replayed_with_their_tokens_and_those_that_follow():
         (rest, prompt_of(2)),
         tuple(next_of(number, 0) for number in range(4)),
     )
-    queue, found = RecordingQueue(), []
+    queue = RecordingQueue()
+    found = []
     for runner in (captured(queue), stand_in(NUM_BLOCKS, RecordingQueue(), EOS)):
         found.append([runner.execute(StepPlan(i, step)).tokens for i, step in enumerate(steps)])
     assert found[0] == found[1]
@@ -252,7 +259,8 @@ def test_captured_steps_are_gone_as_soon_as_their_runner_drops_them():
 
 
 def test_a_table_is_extended_and_sent_whole_only_when_it_is_another():
-    tables, width = DeviceTables(2, 8, torch.device("cpu")), 8
+    tables = DeviceTables(2, 8, torch.device("cpu"))
+    width = 8
 
     def changed(name: str, *blocks: int) -> list[tuple[int, int]]:
         changes: tuple[list[int], list[int]] = ([], [])

@@ -62,7 +62,8 @@ def sensitive_rows(inputs: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(shape, form, has_bias):
-    linear, x = made(shape, form, has_bias=has_bias), sensitive_rows(shape[1], form[0])
+    linear = made(shape, form, has_bias=has_bias)
+    x = sensitive_rows(shape[1], form[0])
     if not linear.is_batch_invariant:
         pytest.skip("no row rule was found on this CPU")
     alone = torch.cat([linear(x[i : i + 1]) for i in range(100)])
@@ -97,7 +98,8 @@ def test_threads_change_no_bits(shape, form):
 def test_a_layer_of_bytes_computes_the_integers_it_says(shape, threads):
     generator = torch.Generator().manual_seed(0)
     weight = torch.randint(-127, 128, shape, dtype=torch.int8, generator=generator)
-    scales, bias = torch.rand(shape[0], generator=generator), torch.randn(shape[0]).bfloat16()
+    scales = torch.rand(shape[0], generator=generator)
+    bias = torch.randn(shape[0]).bfloat16()
     layer = linears(FORMS[-1]).of_bytes(weight, scales, bias)
     assert (layer is not None) == (FORMS[-1] == (torch.bfloat16, True))
     if layer is None:
@@ -129,12 +131,14 @@ def test_a_layer_of_four_bits_computes_its_numbers(outputs, inputs, group):
     scales = torch.rand(size, generator=generator) + 0.1
     zeros = torch.randint(16, size, dtype=torch.int32, generator=generator)
     of = torch.arange(inputs) // group
-    weight, bias = (codes.int() - zeros[:, of]) * scales[:, of], torch.randn(outputs).bfloat16()
+    weight = (codes.int() - zeros[:, of]) * scales[:, of]
+    bias = torch.randn(outputs).bfloat16()
     makers = linears(FORMS[-1])
     narrow = makers.of_narrow(NarrowWeight(codes, scales, zeros, group), bias)
     x = torch.randn(600, inputs, generator=generator).bfloat16()
     expected = x.double() @ weight.double().T + bias
-    whole, wide = narrow(x), makers.make(weight.bfloat16(), bias)(x)
+    whole = narrow(x)
+    wide = makers.make(weight.bfloat16(), bias)(x)
     assert (whole - expected).norm() < min(0.002 * expected.norm(), (wide - expected).norm())
     for threads, count in itertools.product((1, 2), COUNTS):
         with num_threads(threads):
@@ -178,7 +182,8 @@ def test_a_layer_takes_the_library_only_where_it_keeps_bits():
 
     linears = OrderedLinears(in_order, 2, no_progress, library)
     bias = torch.arange(24.0)
-    differs, keeps = linears.make(WEIGHT, bias), linears.make(WEIGHT[:16])
+    differs = linears.make(WEIGHT, bias)
+    keeps = linears.make(WEIGHT[:16])
     assert (differs.ordered, keeps.ordered) == (in_order, library)
     assert differs.is_batch_invariant
     rows = torch.randn(40, 96, generator=torch.Generator().manual_seed(2))

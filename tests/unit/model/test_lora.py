@@ -67,7 +67,8 @@ def test_an_adapter_computes_what_its_merged_weights_compute(targets, use_rslora
     theirs = expected(merged(model, adapter, 16 / (3 if use_rslora else 9)))
     modules = (f"mine={adapter}",)
     with loaded(compute_config(model, lora_modules=modules)) as runner:
-        ours, plain = computed(runner, "mine"), computed(runner, "")
+        ours = computed(runner, "mine")
+        plain = computed(runner, "")
     largest = theirs.abs().max()
     assert (ours - theirs).abs().max() < 2e-5 * largest
     assert (ours - plain).abs().max() > 1e-2 * largest
@@ -130,7 +131,8 @@ def test_rows_of_several_adapters_have_the_bits_they_have_alone(dtype):
 def test_nodes_with_other_adapters_have_another_fingerprint():
     model = model_folder(MODEL, num_layers=2)
     config = read_decoder_config(model)
-    one, two = write_adapter(model), write_adapter(model, seed=1)
+    one = write_adapter(model)
+    two = write_adapter(model, seed=1)
     modules = [(), (f"a={one}",), (f"b={one}",), (f"a={two}",), (f"a={one}", f"b={two}")]
     found = {fingerprint_of(read_adapters(each, config)) for each in modules}
     assert len(found) == len(modules)
@@ -247,14 +249,17 @@ def test_the_form_for_gpus_computes_the_same():
     site = LoraSite(names, rows, slice(0, 128))
     shrink = StackedExperts(torch.stack([*loader.shrinks(site)]), reference.grouped_product)
     expand = StackedExperts(torch.stack([*loader.expands(site)]), reference.grouped_product)
-    x, y = torch.randn(5, 128), torch.zeros(5, 144)
+    x = torch.randn(5, 128)
+    y = torch.zeros(5, 144)
     adapted = AdaptedRows(torch.tensor([1, 4, 0]), torch.tensor([1, 3], dtype=torch.int32))
     ours = Lora(shrink, expand)(y, x, adapted)
     for row, folder in ((1, folders[0]), (4, folders[1]), (0, folders[1])):
         tensors = load_file(folder / "adapter_model.safetensors")
-        scaling, found = 16 / len(tensors[tensor_of(names[0], "A")]), []
+        scaling = 16 / len(tensors[tensor_of(names[0], "A")])
+        found = []
         for name, own in zip(names, rows, strict=True):
-            a, b = tensors[tensor_of(name, "A")], tensors[tensor_of(name, "B")]
+            a = tensors[tensor_of(name, "A")]
+            b = tensors[tensor_of(name, "B")]
             found.append(scaling * (b @ (a @ x[row]))[own])
         assert torch.allclose(ours[row], torch.cat(found), atol=1e-4)
     assert not ours[[2, 3]].any()
@@ -292,7 +297,8 @@ def test_adapters_of_experts_compute_what_their_merged_weights_compute(family):
 @pytest.mark.parametrize("whole", [("lm_head",), ("embed_tokens",), ("lm_head", "embed_tokens")])
 def test_an_adapter_may_have_a_head_and_an_embedding_of_its_own(whole):
     model = model_folder(MODEL, num_layers=2)
-    one, two = write_adapter(model, rank=4, whole=whole), write_adapter(model, rank=4, seed=1)
+    one = write_adapter(model, rank=4, whole=whole)
+    two = write_adapter(model, rank=4, seed=1)
     theirs = expected(merged(model, one, 16 / 4))
     config = compute_config(model, lora_modules=(f"2={two}", f"1={one}"))
     with loaded(config) as runner:
@@ -325,10 +331,8 @@ def test_an_adapter_may_have_a_head_and_an_embedding_of_its_own(whole):
 
 
 def test_a_head_of_another_shape_or_without_numbers_is_refused():
-    model, other = (
-        model_folder(MODEL, num_layers=2),
-        model_folder(MODEL, num_layers=2, vocab_size=512),
-    )
+    model = model_folder(MODEL, num_layers=2)
+    other = model_folder(MODEL, num_layers=2, vocab_size=512)
     adapter = write_adapter(model, whole=("lm_head",))
     with pytest.raises(ConfigError, match=r"lm_head.weight has the shape .* but the model's"):
         read_adapters((f"mine={adapter}",), read_decoder_config(other))
@@ -343,8 +347,10 @@ def test_a_head_of_another_shape_or_without_numbers_is_refused():
 
 def write_expert_adapter(model: Path, version: str = "0.21.2", rank: int = 4) -> tuple[Path, Path]:
     """An adapter of `target_parameters`, and a copy of the model whose weights hold it."""
-    weights, generator = load_file(model / "model.safetensors"), torch.Generator().manual_seed(3)
-    adapter, tensors = scratch_folder("adapter"), {}
+    weights = load_file(model / "model.safetensors")
+    generator = torch.Generator().manual_seed(3)
+    adapter = scratch_folder("adapter")
+    tensors = {}
     kinds = (("gate_proj", "up_proj"), ".base_layer"), (("down_proj",), "")
     for name in [name for name in weights if "experts.0.gate_proj" in name]:
         block = name.partition("experts.0.")[0] + "experts."
@@ -402,8 +408,10 @@ def test_matrices_of_all_experts_that_do_not_fit_are_refused():
     with pytest.raises(ConfigError, match=r"PEFT 0\.18\.0 may have swapped inputs and outputs"):
         read_adapters((f"mine={adapter}",), config)
     adapter, _ = write_expert_adapter(model)
-    file, described = adapter / "adapter_model.safetensors", adapter / "adapter_config.json"
-    fields, tensors = json.loads(described.read_text()), load_file(file)
+    file = adapter / "adapter_model.safetensors"
+    described = adapter / "adapter_config.json"
+    fields = json.loads(described.read_text())
+    tensors = load_file(file)
     for wrong, reason in (
         ({"r": 2}, r"have the shapes \[32, 64\] and \[64, 32\], but r and the model imply others"),
         ({"target_parameters": ["mlp.gate.weight"]}, "names mlp.gate.weight, but no tensor"),

@@ -215,7 +215,8 @@ def test_rope_is_read_from_old_and_new_fields(tmp_path):
 
 
 def test_a_window_counts_only_where_layers_use_it(tmp_path):
-    mistral, qwen2 = ["MistralForCausalLM"], ["Qwen2ForCausalLM"]
+    mistral = ["MistralForCausalLM"]
+    qwen2 = ["Qwen2ForCausalLM"]
     assert "models of llama" in refusal(tmp_path, sliding_window=100)
     assert read(tmp_path, sliding_window=8192).sliding_window is None
     assert read(tmp_path, architectures=mistral, sliding_window=100).sliding_window == 100

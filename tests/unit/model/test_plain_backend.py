@@ -35,7 +35,8 @@ def test_plain_torch_computes_what_the_kernels_compute(monkeypatch, tmp_path, ca
     config = compute_config(folder, "float32")
     tokens = random_tokens(300)
     texts = [Text("a", tokens, range(19)), Text("b", tokens[:90], range(30, 36))]
-    results, drawn = [], []
+    results = []
+    drawn = []
     for is_plain in (False, True):
         if is_plain and wanted == "auto":
             without_compiler(monkeypatch, tmp_path)

@@ -43,7 +43,8 @@ def chunk(text: Text, start: int, end: int, pooling: Pooling | None) -> Slice:
 
 def pooled(runner: Runner, pooling: Pooling, tokens: list[int], size: int) -> bytes:
     """What a prompt's chunks of that size give, each with other sequences in its batch."""
-    text, prompt = Text("one", tokens, BLOCKS), PooledPrompt()
+    text = Text("one", tokens, BLOCKS)
+    prompt = PooledPrompt()
     other = Text("other", random_tokens(30, seed=9), range(8, 12))
     for start in range(0, len(tokens), size):
         end = min(start + size, len(tokens))
@@ -112,7 +113,8 @@ def test_rows_that_are_not_finite_fail_their_slice_alone():
     folder = embedding_folder(num_layers=1)
     with loaded(compute_config(folder)) as runner:
         runner.decoder.embedding[3] = torch.nan
-        broken, fine = Text("broken", [3, 4], [0]), Text("fine", [4, 5], [1])
+        broken = Text("broken", [3, 4], [0])
+        fine = Text("fine", [4, 5], [1])
         plan = StepPlan(0, (chunk(broken, 0, 2, "mean"), chunk(fine, 0, 2, "last")))
         assert runner.execute(plan).failed == ((0, NOT_FINITE),)
 

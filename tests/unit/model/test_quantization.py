@@ -58,7 +58,8 @@ MODELOPT: dict[str, object] = {
 LAYERS_KV = [(number, one) for number in range(2) for one in "kv"]
 TOKENS = random_tokens(40, vocab=60)
 UP = "model.layers.1.mlp.up_proj"
-GROUPS, SCALES = f"{UP}.g_idx", f"{UP}.weight_scale"
+GROUPS = f"{UP}.g_idx"
+SCALES = f"{UP}.weight_scale"
 
 
 def model() -> Path:
@@ -100,7 +101,8 @@ def test_a_cpu_that_multiplies_bytes_rounds_inputs_where_the_folder_says_so(kind
     change_config(ours, dtype="bfloat16")
     adapter = write_adapter(folder, ("q_proj", "k_proj", "v_proj", "o_proj"))
     text = Text("a", TOKENS, range(3))
-    found, paths = [], []
+    found = []
+    paths = []
     for folder in (plain, ours):
         config = compute_config(folder, lora_modules=(f"mine={adapter}",))
         with loaded(config) as runner:
@@ -132,7 +134,9 @@ def test_four_bits_are_kept_where_the_kernels_read_them(name):
     name, _, kind = name.partition(" of ")
     folders = quantized(foreign_folder(kind) if kind else model(), name)
     keeps = has_bf16_products() and not has_bf16_tiles() and name != "gptq"
-    found, paths, text = [], [], Text("a", TOKENS, range(3))
+    found = []
+    paths = []
+    text = Text("a", TOKENS, range(3))
     for folder in folders:
         change_config(folder, dtype="bfloat16")
         with loaded(compute_config(folder)) as runner:
@@ -166,7 +170,8 @@ def test_a_gpu_gets_narrow_weights_of_dense_layers(name, is_moe, monkeypatch):
     )
     found = []
     for folder in quantized(foreign_folder("qwen3_moe") if is_moe else model(), name):
-        config, checkpoint = read_decoder_config(folder), Checkpoint(folder)
+        config = read_decoder_config(folder)
+        checkpoint = Checkpoint(folder)
         decoder = loading.load_decoder(config, checkpoint, SingleRank(), place, no_progress)
         found.append([linear.weight for linear in decoder.linears()])
     assert len(asked) == len(decoder.layers) * (2 if is_moe else 4)
@@ -391,7 +396,8 @@ def test_other_ways_are_refused_by_name(config, reason):
 
 
 INT8 = "int8 by channel"
-NAN, NONE_CALLS_FOR = torch.full((1,), torch.nan), "nothing in config.json calls for"
+NAN = torch.full((1,), torch.nan)
+NONE_CALLS_FOR = "nothing in config.json calls for"
 
 
 # Put in the place of a tensor, or into one from the sixth value on; None takes it out.

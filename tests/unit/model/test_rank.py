@@ -151,7 +151,8 @@ def test_a_host_without_a_gpu_that_works_is_one_line(
 
 def test_a_pool_takes_nine_tenths_of_what_the_largest_steps_leave(monkeypatch):
     """They need their memory twice: captured steps keep some of their own."""
-    gib, ran = 1 << 30, []
+    gib = 1 << 30
+    ran = []
     for name, answer in {
         "empty_cache": None,
         "memory_allocated": 16 * gib,
@@ -256,8 +257,10 @@ def test_a_pool_without_a_setting_takes_a_share_of_free_memory_and_no_more_than_
 
 
 def test_nodes_that_share_a_gpu_take_equal_parts_whichever_looks_first():
-    total, weights = 80 << 30, 8 << 30
-    two, alone = CacheConfig(gpu_shared_by=2), CacheConfig()
+    total = 80 << 30
+    weights = 8 << 30
+    two = CacheConfig(gpu_shared_by=2)
+    alone = CacheConfig()
     first = cuda_start.left_to_take(total - weights, total, weights, two)
     second = cuda_start.left_to_take(total - 2 * weights - first, total, weights, two)
     assert (first, second) == (total // 2 - weights - cuda_start.CONTEXT_BYTES,) * 2

@@ -145,7 +145,8 @@ def test_pieces_hold_all_rows_and_none_holds_padding_alone(some):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("inputs", [64, 171, 512])
 def test_another_order_of_the_sum_shows_in_nearly_every_output(dtype, inputs):
-    weight, rows = trial_weight(100, inputs, dtype), trial_rows(inputs, dtype)
+    weight = trial_weight(100, inputs, dtype)
+    rows = trial_rows(inputs, dtype)
     exact = rows.double() @ weight.double().T
     largest = rows.double().abs() @ weight.double().abs().T
     assert (exact.abs() < 1e-12 * largest).all()
@@ -177,7 +178,8 @@ def test_rows_are_cut_where_each_thread_gets_enough(threads, num_rows, parts):
         seen.append((len(x), torch.get_num_threads()))
         return torch.cat((x, residual), dim=1), residual + 1
 
-    x, residual = torch.randn(num_rows, 4), torch.randn(num_rows, 3)
+    x = torch.randn(num_rows, 4)
+    residual = torch.randn(num_rows, 3)
     with num_threads(threads):
         wide, more = RowThreads()(work, x, residual)
         assert torch.get_num_threads() == threads

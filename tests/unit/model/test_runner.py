@@ -48,7 +48,8 @@ def test_copies_run_in_the_order_given(runner, text):
 
 def test_a_sequence_without_numbers_fails_alone_and_the_node_steps_on(runner):
     """Its next step is launched already, with the token that could not be sampled."""
-    whole, broken = Text("whole", PROMPT, (9, 4, 7)), Text("broken", random_tokens(20, 1), (30, 31))
+    whole = Text("whole", PROMPT, (9, 4, 7))
+    broken = Text("broken", random_tokens(20, 1), (30, 31))
     prompts = StepPlan(1, (whole.chunk(0, 37, sample=True), broken.chunk(0, 20, sample=True)))
     expected = runner.execute(prompts).tokens
     runner.cache.pool[30] = float("nan")

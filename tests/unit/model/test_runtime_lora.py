@@ -151,7 +151,8 @@ def test_a_slot_of_the_form_for_gpus_is_written_in_place():
 
 def test_experts_are_changed_by_adapters_of_the_settings_alone():
     model = foreign_folder("qwen3_moe")
-    of_experts, of_attention = write_adapter(model, ("up_proj",)), write_adapter(model, ("q_proj",))
+    of_experts = write_adapter(model, ("up_proj",))
+    of_attention = write_adapter(model, ("q_proj",))
     with loaded(with_room(model, modules=(f"experts={of_experts}",))) as runner:
         alone = {lora: computed(runner, lora) for lora in ("", "experts")}
         with pytest.raises(ConfigError, match=r"experts\.0\.up_proj, which only adapters of"):

@@ -73,14 +73,16 @@ def test_draws_follow_the_softmax_at_that_temperature(sampler, temperature, seed
 
 @pytest.mark.parametrize("vary", ["seed", "choice"])
 def test_draws_of_other_seeds_and_choices_are_independent(sampler, vary):
-    logits, num = logits_of(1, 30, seed=3), 20_000
+    logits = logits_of(1, 30, seed=3)
+    num = 20_000
     rows = [row(4, **{vary: value}) for value in range(num)]
     seen = Counter(sampler.sample_rows(logits.expand(num, -1).clone(), rows))
     assert_fits(seen, torch.softmax(logits[0], -1), num)
 
 
 def test_neighbouring_positions_are_not_correlated(sampler):
-    num, logits = 20_000, torch.zeros(1, 6)
+    num = 20_000
+    logits = torch.zeros(1, 6)
     rows = [row(position) for position in range(num)]
     tokens = sampler.sample_rows(logits.expand(num, -1).clone(), rows)
     pairs = Counter(6 * one + other for one, other in itertools.pairwise(tokens))
@@ -116,7 +118,8 @@ def kept_by_reference(logits: Tensor, sampling: Sampling) -> Tensor:
     ],
 )
 def test_filters_leave_what_their_definitions_say(sampler, fields):
-    logits, num = logits_of(1, 60, seed=5), 20_000
+    logits = logits_of(1, 60, seed=5)
+    num = 20_000
     seen = draws(sampler, logits, num, **fields)
     expected = kept_by_reference(logits[0], row(**fields).sampling)
     if int((expected > 0).sum()) == 1:
@@ -149,7 +152,8 @@ def test_greedy_takes_the_lowest_id_among_equals(sampler):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_no_end_is_sampled_before_min_tokens(sampler, temperature):
     logits = torch.zeros(1, 8)
-    logits[0, EOS], logits[0, 5] = 30.0, 29.0
+    logits[0, EOS] = 30.0
+    logits[0, 5] = 29.0
     early = SampleRow(Sampling(1, 9, 4, temperature, stop_token_ids=(5, 999)), 0, 12, 3)
     late = SampleRow(early.sampling, 0, 13, 4)
     tokens = sampler.sample_rows(logits.expand(2, -1).clone(), [early, late])
@@ -211,7 +215,8 @@ def test_logits_that_say_nothing_still_give_a_token(sampler, temperature, value)
 
 
 def test_threads_do_not_change_a_token(monkeypatch):
-    logits, rows = logits_of(37, 9001), [row(place, top_p=0.9) for place in range(37)]
+    logits = logits_of(37, 9001)
+    rows = [row(place, top_p=0.9) for place in range(37)]
     sampler = compiled()
     expected = sampler.sample_rows(logits, rows)
     for number in (2, 3, 4):
@@ -231,7 +236,8 @@ def test_draws_are_pinned_across_releases(sampler):
 def test_masks_hide_ids_on_the_host_as_on_a_device():
     allowed = np.random.default_rng(1).random((3, 1000)) < 0.3
     packed = np.packbits(np.pad(allowed, ((0, 0), (0, 24))), axis=1, bitorder="little")
-    masks, masked = torch.from_numpy(packed.view(np.int32)), torch.tensor([4, 0, 2])
+    masks = torch.from_numpy(packed.view(np.int32))
+    masked = torch.tensor([4, 0, 2])
     logits = torch.randn(5, 1000)
     expected = logits.clone()
     expected[masked] = expected[masked].where(torch.from_numpy(allowed), -torch.inf)
@@ -271,7 +277,8 @@ def changed(
 @given(st.lists(st.tuples(PENALTIES, TOKENS, TOKENS, st.integers(0, 150)), min_size=1, max_size=3))
 def test_they_are_what_their_formulas_say_however_the_tokens_came(cases):
     logits = torch.randn(2 * len(cases), VOCAB, generator=torch.Generator().manual_seed(3)) * 9
-    expected, by_sample = logits.double(), {}
+    expected = logits.double()
+    by_sample = {}
     for index, (penalties, prompt, output, cut) in enumerate(cases):
         counted = CountedTokens(penalties)
         for part in (prompt[:cut], prompt[cut:]):
@@ -296,7 +303,8 @@ def tied_logits(vocab: int, num_rows: int = 70) -> Tensor:
 
 @pytest.mark.parametrize("vocab", [997, 1024, 32_003])
 def test_a_row_has_the_same_bits_alone_and_in_a_batch(vocab):
-    logits, token_ids = tied_logits(vocab), torch.arange(70) * 7 % vocab
+    logits = tied_logits(vocab)
+    token_ids = torch.arange(70) * 7 % vocab
     batch = packed_logprobs(logits, token_ids, NUM_TOP)
     for threads, offset in ((1, 0), (3, 1)):
         for row in range(0, 70, 9):
@@ -309,11 +317,13 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(vocab):
 
 
 def test_the_values_ranks_and_likeliest_are_those_of_the_softmax():
-    logits, token_ids = tied_logits(997), torch.arange(70) * 7
+    logits = tied_logits(997)
+    token_ids = torch.arange(70) * 7
     expected = logits.double().log_softmax(-1)
     rows = packed_logprobs(logits, token_ids, NUM_TOP).tolist()
     for values, row, token_id in zip(expected, rows, token_ids.tolist(), strict=True):
-        found, own = unpacked(row), float(values[token_id])
+        found = unpacked(row)
+        own = float(values[token_id])
         assert abs(found.logprob - own) < 1e-5
         assert found.rank == 1 + int((values > own).sum())
         pairs = [(-logprob, other) for other, logprob in found.top]

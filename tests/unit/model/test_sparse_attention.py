@@ -69,7 +69,8 @@ def test_a_copied_block_has_the_keys_of_the_index(kind):
 def test_rows_that_are_asked_for_alone_have_the_bits_of_all(kind):
     with loaded(compute_config(foreign_folder(kind))) as runner:
         needs_rules(runner)
-        a, b = Text("a", prompt(90), range(6)), Text("b", prompt(30, 1), range(6, 8))
+        a = Text("a", prompt(90), range(6))
+        b = Text("b", prompt(30, 1), range(6, 8))
         logits(runner, a.chunk(0, 60))
         slices = a.chunk(60, 90), b.chunk(0, 30)
         expected = torch.cat(logits(runner, *slices))

@@ -145,7 +145,8 @@ def test_ranks_that_do_not_meet_are_one_line(backend):
     if backend == "nccl" and torch.distributed.is_nccl_available():
         pytest.skip("this torch has NCCL, which would look for a GPU")
     device = torch.device("cuda" if backend == "nccl" else "cpu")
-    memory, other = os.memfd_create("group"), os.memfd_create("other")
+    memory = os.memfd_create("group")
+    other = os.memfd_create("other")
     try:
         with pytest.raises(NodeError, match=f"rank 0 of 2 could not meet .* over {backend}") as one:
             join(device, (0, 2), memory, 1.0, is_ordered=False)

@@ -14,7 +14,8 @@ from baton.protocol.ids import Key, RequestId
 from baton.protocol.sampling import Sampling
 from tests.support.checkpoints import model_folder
 
-VOCAB, EOS = 1024, 2
+VOCAB = 1024
+EOS = 2
 GRAMMAR = LLMatcher.grammar_from_regex("[a-f]{2,40}-[0-9]{1,4}")
 
 
@@ -50,7 +51,8 @@ def test_masks_are_those_of_a_fresh_matcher_at_every_token(folder):
     text = (folder / "tokenizer.json").read_text()
     tokenizer = LLTokenizer(text, n_vocab=VOCAB, eos_token=[EOS])
     for _ in range(10):
-        followed, output = TokenMasks(folder, VOCAB, (EOS,)), list[int]()
+        followed = TokenMasks(folder, VOCAB, (EOS,))
+        output = list[int]()
         allowed = ids_of(first(followed, sampling))
         while True:
             output.append(int(rng.choice(sorted(allowed))))

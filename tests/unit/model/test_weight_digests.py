@@ -24,8 +24,10 @@ from tests.support.compute import compute_config, no_progress, weight_digest
 from tests.support.foreign_checkpoints import foreign_folder
 
 FILE = "model.safetensors"
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-UP, DOWN = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+UP = "model.layers.0.mlp.up_proj.weight"
+DOWN = "model.layers.0.mlp.down_proj.weight"
 OUTPUT = "model.layers.0.self_attn.o_proj.weight"
 EXPERT = "model.layers.0.mlp.experts.1."
 

@@ -35,7 +35,8 @@ def test_a_part_is_the_part_of_the_whole(dtype):
     checkpoint = Checkpoint(model_folder("llama", dtype=dtype))
     whole = checkpoint.read(EMBEDDING)
     assert whole.dtype == getattr(torch, dtype)
-    rows, columns = slice(100, 300), slice(32, 64)
+    rows = slice(100, 300)
+    columns = slice(32, 64)
     assert torch.equal(checkpoint.read(EMBEDDING, rows=rows), whole[rows])
     assert torch.equal(checkpoint.read(EMBEDDING, columns=columns), whole[:, columns])
     assert torch.equal(checkpoint.read(EMBEDDING, rows=rows, columns=columns), whole[rows, columns])
@@ -134,7 +135,8 @@ def changed(folder: Path, **tensors: torch.Tensor | None) -> Path:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tie", [True, False])
 def test_the_tensors_of_a_model_are_those_that_its_decoder_reads(family, tie):
-    has_bias, is_llama = family in ("llama", "qwen3"), family == "llama"
+    has_bias = family in ("llama", "qwen3")
+    is_llama = family == "llama"
     folder = model_folder(family, num_layers=2, tie=tie, attention_bias=has_bias, mlp_bias=is_llama)
     checked(folder)
     read: set[str] = set()
@@ -168,7 +170,8 @@ def test_weights_whose_logits_might_not_be_finite_are_refused(number, name, tie,
         )
 
 
-ONE, LAYER = torch.ones(1), "model__layers__1__"
+ONE = torch.ones(1)
+LAYER = "model__layers__1__"
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,10 @@ from tests.support.drive import (
 )
 
 PROMPT = [1, 2, 3, 4, 5]
-OWNER, OTHER = b"owner", b"another"
-OLD, NEW = 0, 1
+OWNER = b"owner"
+OTHER = b"another"
+OLD = 0
+NEW = 1
 KEEP_S = 30.0
 LIMITS = NodeLimits(
     max_num_batched_tokens=16, max_num_seqs=8, max_model_len=256, vocab_size=1000, detached_s=KEEP_S
@@ -62,7 +64,8 @@ def attach(drive: Drive, owner: bytes = OWNER) -> list[object]:
     del drive.said[:]
     drive.scheduler.attach(drive.now_s, NEW, Attach(RequestId("r"), owner))
     drive._collect()
-    said, drive.said = list(drive.said), []
+    said = list(drive.said)
+    drive.said = []
     return said
 
 

@@ -57,7 +57,8 @@ from baton.protocol.messages import (
 from tests.support.connectors import node
 from tests.support.drive import continuation, handed, key, local, result_of, sampling, toy_model
 
-NUM_BLOCKS, BLOCK = 40, 4
+NUM_BLOCKS = 40
+BLOCK = 4
 PROMPT = [5, 6, 7, 8, 9]
 
 
@@ -93,7 +94,8 @@ class Wire:
         self.to_peers: list[ToPeer | DialPeer | DropPeer] = []
 
     def receive(self) -> list[LinkEvent]:
-        coming, self.coming = self.coming, []
+        coming = self.coming
+        self.coming = []
         return coming
 
     def to_router(self, origin: Origin, message: ToRouter) -> None:
@@ -206,7 +208,8 @@ def test_routers_hear_what_is_in_progress_here_and_not_what_waits_for_another_no
 
 def test_what_lands_at_once_takes_the_next_step_without_waiting():
     """Nothing is missing here and everything was announced: no event will come to wake the loop."""
-    bench, prompt = Bench(), [5, 6, 7, 8]
+    bench = Bench()
+    prompt = [5, 6, 7, 8]
     bench.hear(FromRouter(0, local("warm", prompt, max_tokens=2)))
     bench.run()
     info = node("p0", "prefill")
@@ -301,7 +304,8 @@ def test_a_handoff_that_fails_is_logged_with_its_request(caplog):
     observer.reported(Released(key("b"), lost))
     observer.reported(ReceiveEnded(key("c"), lost))
     found = [(record.message, vars(record)["fields"]["request"]) for record in caplog.records]
-    broken, failed = "a handoff broke off", "a handoff failed"
+    broken = "a handoff broke off"
+    failed = "a handoff failed"
     names = {name: shown_id(key(name).request_id) for name in "abc"}
     assert found == [(broken, names["a"]), (failed, names["b"]), (failed, names["c"])]
     assert vars(caplog.records[0])["fields"]["code"] == "node_lost"

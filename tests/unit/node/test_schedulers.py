@@ -164,7 +164,8 @@ def test_a_block_whose_last_token_nobody_knows_is_not_kept(length):
     prompt = list(range(length))
     drive.scheduler.add(0.0, 0, local("a", prompt, max_tokens=20))
     drive.run(steps=1)
-    first, second = drive.launch(), drive.launch()
+    first = drive.launch()
+    second = drive.launch()
     assert first is not None
     assert second is not None
     drive.scheduler.cancel(0, (key("a"),))
@@ -177,7 +178,8 @@ def test_a_block_whose_last_token_nobody_knows_is_not_kept(length):
 
 @pytest.mark.parametrize(("bound", "num_cached"), [(1, None), (2, 8), (10, 8)])
 def test_a_local_prompt_that_is_not_cached_enough_is_refused_before_any_token(bound, num_cached):
-    drive, prompt = decode_drive(), list(range(10))
+    drive = decode_drive()
+    prompt = list(range(10))
     drive.scheduler.add(0.0, 0, local("warm", prompt, max_tokens=2))
     drive.run()
     drive.said.clear()
@@ -220,7 +222,8 @@ def test_a_landing_whose_router_is_gone_is_given_up_as_lost_and_not_as_cancelled
 
 
 def test_a_fully_cached_prompt_still_computes_its_last_token():
-    drive, prompt = prefill_drive(), list(range(16))
+    drive = prefill_drive()
+    prompt = list(range(16))
     for name in "ab":
         drive.scheduler.add(0.0, 0, prefill(name, prompt))
         drive.run()

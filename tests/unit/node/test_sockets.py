@@ -232,7 +232,9 @@ class Link:
 
 def test_a_router_that_does_not_answer_is_told_of_after_5_s_and_then_ever_more_rarely(caplog):
     caplog.set_level("INFO")
-    clock, watch, link = VirtualClock(), RouterWatch(), Link("tcp://front:5570")
+    clock = VirtualClock()
+    watch = RouterWatch()
+    link = Link("tcp://front:5570")
 
     def said(seconds: float = 0.0) -> list[str]:
         """The lines of the next `seconds`, looked at as often as heartbeats do."""

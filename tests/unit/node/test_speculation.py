@@ -45,7 +45,9 @@ def test_a_guess_is_what_followed_the_longest_run_where_it_stood_last(text):
 
 
 def test_wrong_guesses_make_pauses_that_grow_and_a_right_one_ends_them():
-    lookup, text, pauses = PromptLookup(GUESSING), [1, 2, 3] * 4, []
+    lookup = PromptLookup(GUESSING)
+    text = [1, 2, 3] * 4
+    pauses = []
     assert lookup.guesses(text) == (1, 2, 3)
     for _ in range(8):
         lookup.learn(0, len(text))

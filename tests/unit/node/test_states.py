@@ -50,7 +50,8 @@ def test_a_local_prompt_and_its_output_go_through_one_state(depth):
 def test_each_choice_gets_a_copy_of_the_state(num_choices):
     drive = decode_drive(state_blocks=STATE)
     for length in (len(PROMPT), 20):  # the second ends with a whole block
-        name, prompt = f"r{length}", PROMPT[:length]
+        name = f"r{length}"
+        prompt = PROMPT[:length]
         drive.scheduler.add(0.0, 0, local(name, prompt, 9, num_choices))
         drive.run(depth=2)
         for choice in range(num_choices):
@@ -264,7 +265,8 @@ def test_random_prompts_that_share_prefixes_keep_their_states(seed):
     launched: list[StepPlan] = []
     for turn in range(400):
         if turn < 250 and luck.random() < 0.15:
-            name, salt = f"r{turn}", luck.randint(0, 2)
+            name = f"r{turn}"
+            salt = luck.randint(0, 2)
             prompt = [*text(luck.randint(1, 150)), *text(luck.randint(1, 60), salt)]
             choices = luck.choice((1, 1, 2))
             asked[name] = prompt, luck.randint(1, 20), choices

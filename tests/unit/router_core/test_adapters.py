@@ -54,7 +54,8 @@ class World:
         self.rng = random.Random(seed)
         self.files = {f"/{name}": f"{name}0" for name in "abcd"}
         self.queues: dict[tuple[str, str], deque[object]] = {}
-        self.registries, self.routers = [], []
+        self.registries = []
+        self.routers = []
         self.in_use: set[str] = set()
         self.now_s = 0.0
         for number in range(num_routers):
@@ -275,7 +276,8 @@ async def test_routers_agree_after_any_changes_at_once(seed):
     lives = 0
     for _ in range(12):
         router = world.routers[rng.randrange(3)]
-        name, path = rng.choice(("sql", "poems")), rng.choice(("/a", "/b", "/c", "/none"))
+        name = rng.choice(("sql", "poems"))
+        path = rng.choice(("/a", "/b", "/c", "/none"))
         change = rng.choice(("load", "load", "unload", "restart", "settle"))
         if change == "restart":
             lives += 1

@@ -161,7 +161,8 @@ class Announcements(RuleBasedStateMachine):
         for prompt, hashes in zip(PROMPTS, HASHES, strict=True):
             found = self.held(prompt_keys(prompt, BLOCK_SIZE))
             for name in NODES:
-                known, front = self.known(name), 0
+                known = self.known(name)
+                front = 0
                 while front < len(hashes) and key_of(hashes[front]) in known:
                     front += 1
                 assert found.get(name, 0) == front
@@ -172,7 +173,8 @@ TestAnnouncements = Announcements.TestCase
 
 
 def test_a_large_cache_is_told_in_parts_and_known_up_to_a_bound():
-    cache, index = PrefixCache(), CacheIndex(max_blocks_per_node=MAX_KEYS + 10)
+    cache = PrefixCache()
+    index = CacheIndex(max_blocks_per_node=MAX_KEYS + 10)
     hashes = block_hashes(list(range(MAX_KEYS + 100)), 1)
     for block, block_hash in enumerate(hashes):
         cache.insert(block_hash, block)

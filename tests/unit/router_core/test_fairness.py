@@ -22,9 +22,14 @@ from tests.support.scripted_nodes import node_info
 STEP = StepLimits(64, 512)
 PROMPT, OUTPUT = 64, 24  # tokens
 # What a step takes for its prompts, what a token takes to generate, and what a message takes.
-STEP_S, TOKEN_S, OUTPUT_S, MESSAGE_S = 0.004, 0.0001, 0.02, 0.0005
-PREFILL, DECODE = NodeId("p0"), NodeId("d0")
-FLOOD, POLITE = Tenant("flood"), Tenant("polite")
+STEP_S = 0.004
+TOKEN_S = 0.0001
+OUTPUT_S = 0.02
+MESSAGE_S = 0.0005
+PREFILL = NodeId("p0")
+DECODE = NodeId("d0")
+FLOOD = Tenant("flood")
+POLITE = Tenant("polite")
 
 
 def node(name: str, role: str) -> NodeInfo:
@@ -124,7 +129,9 @@ def sends(bench: Cluster, tenant: Tenant, first_s: float, every_s: float) -> Non
 @pytest.mark.parametrize("rate", [60, 120, 400])
 def test_a_polite_client_gets_its_first_token_within_twice_the_time_that_it_takes_alone(rate):
     """Prompts as short as these cost the flood a quarter, since steps are smaller."""
-    alone, beside, flooded = Cluster(), Cluster(), Cluster()
+    alone = Cluster()
+    beside = Cluster()
+    flooded = Cluster()
     for bench in (alone, beside):
         sends(bench, POLITE, 2.0, 0.337)
     for bench in (beside, flooded):

@@ -55,7 +55,8 @@ from baton.router.core.request import (
 C = TypeVar("C", bound=RequestCommand)
 R = RequestId("r")
 KEY = Key(R)
-P, D = NodeId("p"), NodeId("d")
+P = NodeId("p")
+D = NodeId("d")
 EPOCHS = {P: Epoch("p-1"), D: Epoch("d-1")}
 PROMPT = [1, 2, 3]
 LOST = NodeError("gone").to_failure()
@@ -156,7 +157,8 @@ def test_a_gap_loses_the_attempt_and_the_choice_resumes_from_what_was_received()
 def test_only_losses_without_progress_use_up_attempts():
     drive = Driver(max_tokens=50, max_attempts=2)
     drive.place()
-    key, position = KEY, 3
+    key = KEY
+    position = 3
     for _ in range(6):  # one loss with progress, then one without: never two in a row
         drive.says(D, TokenEntry(key, position, [9, 9]))
         position += 2

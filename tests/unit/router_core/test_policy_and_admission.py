@@ -278,7 +278,8 @@ def test_the_queue_is_bounded_in_number_and_bytes_and_says_when_to_try_again():
     assert error.value.retry_after_s == 24.0
 
 
-FLOOD, POLITE = Tenant("flood"), Tenant("polite")
+FLOOD = Tenant("flood")
+POLITE = Tenant("polite")
 NUMBERS = itertools.count()
 
 
@@ -408,7 +409,8 @@ def full(registry: Registry, policy: CheapestPair, name: str, num_tokens: int = 
 
 def test_a_node_without_room_is_waited_for():
     """Prefill takes two steps of work at once, decode the requests of its slots and some."""
-    registry, policy = small_cluster("p0", "d1"), CheapestPair("never", 0)
+    registry = small_cluster("p0", "d1")
+    policy = CheapestPair("never", 0)
     assert [full(registry, policy, name) for name in "abc"] == [set(), set(), {"p0"}]
     for name in "ab":
         registry.release(NodeId("p0"), place(name).key)
@@ -428,7 +430,8 @@ def test_a_node_without_room_is_waited_for():
 
 
 def test_a_request_leaves_room_for_as_many_tokens_as_responses_have_had():
-    registry, policy = small_cluster("p0", "d1"), CheapestPair("never", 0)
+    registry = small_cluster("p0", "d1")
+    policy = CheapestPair("never", 0)
     attempt = SelectNodes(Key(RequestId("a")), 40, 1, True, 200)
     before = policy.choose(0.0, registry, attempt)
     for _ in range(100):
@@ -584,7 +587,8 @@ def test_a_hot_prefix_unbalances_prefill_by_no_more_than_it_saves(queued, cached
     for number in range(num_attempts):
         before = {node.node_id: node.num_tokens for node in registry.in_service("prefill")}
         pair = choose(registry, place(f"r{number}", 160), "never")
-        chosen, saved = NodeId(pair[0] or ""), max(cached) - min(cached)
+        chosen = NodeId(pair[0] or "")
+        saved = max(cached) - min(cached)
         assert before[chosen] <= min(before.values()) + saved
 
 
@@ -605,7 +609,8 @@ def test_no_pair_of_any_two_hosts_is_cheaper_than_the_chosen_one(nodes):
             registry.reserve(NodeId(name), Key(RequestId(f"busy-{number}")), charged)
 
     def order(prefill: str, decode: str) -> tuple[float, int, str, str]:
-        first, second = registry.node(NodeId(prefill)), registry.node(NodeId(decode))
+        first = registry.node(NodeId(prefill))
+        second = registry.node(NodeId(decode))
         read = NEAR_READ if hosts[prefill] == hosts[decode] else FAR_READ
         cost = first.num_tokens + 10 * second.num_sequences + read * 160
         return cost, second.num_tokens, decode, prefill

@@ -51,7 +51,8 @@ def heartbeat(info: NodeInfo) -> Heartbeat:
 
 
 def test_a_node_is_in_service_from_ready_to_the_end_of_its_channel():
-    registry, info = Registry(), node_info("d0", "decode")
+    registry = Registry()
+    info = node_info("d0", "decode")
     peer = info.node_id
     assert registry.hello(0, peer, hello_of(info)) == []
     registry.starting(0.5, Starting(peer, info.epoch, "weights", 3, 10))
@@ -71,8 +72,10 @@ def test_a_node_is_in_service_from_ready_to_the_end_of_its_channel():
 
 @pytest.mark.parametrize("is_draining", [False, True])
 def test_a_node_that_asks_again_in_its_session_gets_an_answer_and_keeps_its_work(is_draining):
-    registry, info = Registry(), node_info("d0", "decode")
-    peer, key = info.node_id, Key(RequestId("r"), 0, 0)
+    registry = Registry()
+    info = node_info("d0", "decode")
+    peer = info.node_id
+    key = Key(RequestId("r"), 0, 0)
     join(registry, info)
     registry.reserve(peer, key, ReservedLoad(1, 1))
     if is_draining:
@@ -85,7 +88,8 @@ def test_a_node_that_asks_again_in_its_session_gets_an_answer_and_keeps_its_work
 
 
 def test_three_missed_heartbeats_and_no_less_put_a_node_out():
-    registry, info = Registry(), node_info("d0", "decode")
+    registry = Registry()
+    info = node_info("d0", "decode")
     join(registry, info)
     assert registry.tick(HEARTBEAT_TIMEOUT_S) == []
     assert [type(change) for change in registry.tick(HEARTBEAT_TIMEOUT_S + 0.01)] == [Left]
@@ -95,7 +99,8 @@ def test_three_missed_heartbeats_and_no_less_put_a_node_out():
 
 
 def test_the_time_in_which_the_router_hears_no_node_counts_for_none():
-    registry, info = Registry(), node_info("d0", "decode")
+    registry = Registry()
+    info = node_info("d0", "decode")
     join(registry, info)
     assert registry.tick(20.0, deaf_s=17.0) == []
     (health,) = nodes_health(20.0, registry)
@@ -113,7 +118,8 @@ def test_the_time_in_which_the_router_hears_no_node_counts_for_none():
 
 
 def test_how_long_a_node_may_be_silent_is_a_setting():
-    registry, info = Registry(heartbeat_timeout_s=20.0), node_info("d0", "decode")
+    registry = Registry(heartbeat_timeout_s=20.0)
+    info = node_info("d0", "decode")
     join(registry, info)
     assert registry.tick(20.0) == []
     assert [type(change) for change in registry.tick(20.1)] == [Left]
@@ -133,7 +139,8 @@ def test_how_long_a_node_may_be_silent_is_a_setting():
 def test_stuck_is_an_old_step_with_work_or_a_loop_that_hangs(
     step_age_s, loop_age_s, load, predicted_s, is_stuck
 ):
-    registry, info = Registry(), node_info("d0", "decode")
+    registry = Registry()
+    info = node_info("d0", "decode")
     join(registry, info)
     message = Heartbeat(
         info.node_id, info.epoch, load, step_age_s, predicted_s, loop_age_s=loop_age_s
@@ -143,7 +150,8 @@ def test_stuck_is_an_old_step_with_work_or_a_loop_that_hangs(
 
 
 def test_a_node_that_drains_gets_nothing_new_and_keeps_what_it_has():
-    registry, info = Registry(), node_info("d0", "decode")
+    registry = Registry()
+    info = node_info("d0", "decode")
     join(registry, info)
     registry.drains(info.node_id)
     late = Heartbeat(info.node_id, info.epoch, BUSY)  # from before the drain
@@ -173,7 +181,8 @@ def test_a_node_that_is_lost_is_remembered_for_an_hour_and_one_that_drained_is_n
 
 
 def test_a_new_process_of_the_same_name_starts_without_the_charges_of_the_old():
-    registry, old = Registry(), node_info("d0", "decode", "e0")
+    registry = Registry()
+    old = node_info("d0", "decode", "e0")
     join(registry, old)
     key = Key(RequestId("r"))
     registry.reserve(old.node_id, key, ReservedLoad(10, 1))
@@ -198,7 +207,8 @@ def test_a_whole_cluster_may_come_back_with_other_blocks_but_not_with_another_mo
 
 
 def test_the_first_node_decides_which_model_is_served():
-    registry, stray = Registry(), node_info("stray", "decode", model="another")
+    registry = Registry()
+    stray = node_info("stray", "decode", model="another")
     join(registry, stray)
     for is_new in (True, False):  # a node asks again, and is told the same
         registry.hello(0.0, NodeId("d0"), hello_of(node_info("d0", "decode")))

@@ -12,7 +12,8 @@ from baton.router.core.request import RETRY_S
 from baton.router.core.stream import digest_of
 
 ID = RequestId("r")
-A, B = NodeId("a"), NodeId("b")
+A = NodeId("a")
+B = NodeId("b")
 NOTHING = NotAttached(ID)
 
 

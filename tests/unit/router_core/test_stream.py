@@ -82,7 +82,9 @@ def test_snapshots_do_not_change_afterwards():
     assert whole.outputs()[1] == CompletionOutput(1, "ab", [1, 2], None, "stop", "b")
 
 
-P0, D0, D1 = NodeId("p0"), NodeId("d0"), NodeId("d1")
+P0 = NodeId("p0")
+D0 = NodeId("d0")
+D1 = NodeId("d1")
 WHOLE = AttemptRecord(
     0, 1, 0, 0.0, placed_at_s=0.5, prefill_node=P0, decode_node=D0, prefilled_at_s=2.0,
     decoding_at_s=3.0, queue_s=0.25, prefill_s=1.0, transfer_s=0.75, exposed_s=0.25,

@@ -31,7 +31,8 @@ async def test_a_reader_that_takes_each_line_for_data_gets_no_ids(bench):
 @served(silence_s=0.05)
 async def test_a_comment_stands_apart_where_events_have_no_ids(bench, engine):
     engine.script = lambda stream: setattr(stream.metrics, "num_attempts", 1)  # it has nodes
-    body, accept = {"prompt": [5], "stream": True}, {"Accept": "*/*"}
+    body = {"prompt": [5], "stream": True}
+    accept = {"Accept": "*/*"}
     async with bench.session.post("/v1/completions", json=body, headers=accept) as reply:
         lines = [await reply.content.readline() for _ in range(2)]
     assert lines == [b": waiting\n", b"\n"]

@@ -134,7 +134,8 @@ def test_a_page_that_rebinds_its_name_to_this_host_is_refused(router, is_refused
     check(tmp_path=tmp_path)
 
 
-PAGE, STRANGER = "https://chat.example", "https://evil.example"
+PAGE = "https://chat.example"
+STRANGER = "https://evil.example"
 
 
 async def seen_by_page(bench: HttpBench, method: str, origin: str) -> tuple[int, str | None]:
@@ -225,7 +226,8 @@ def full_later(stream: RequestStream) -> None:
 async def test_every_answer_that_asks_to_come_again_is_counted_and_says_when(bench, engine):
     engine.refusal = Overloaded("full", code="queue_full", http_status=429)
     assert "Retry-After" in (await bench.post({"prompt": [5]})).headers
-    engine.refusal, engine.script = None, full
+    engine.refusal = None
+    engine.script = full
     assert "Retry-After" in (await bench.post({"prompt": [5]})).headers
     engine.script = full_later
     assert (await bench.post({"prompt": [5], "stream": True})).status == 200

@@ -3,7 +3,10 @@
 from baton.router.http.api.openai_chunks import LogprobForms
 from baton.router.outputs import Logprob
 
-FIRST, SECOND, UNKNOWN, WORD = b"\xf0\x9f", b"\x90\x88", "\ufffd".encode(), b" word"
+FIRST = b"\xf0\x9f"
+SECOND = b"\x90\x88"
+UNKNOWN = "\ufffd".encode()
+WORD = b" word"
 
 
 def found(*tokens: bytes) -> dict[int, Logprob]:

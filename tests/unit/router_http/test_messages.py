@@ -11,7 +11,8 @@ from baton.router.core.stream import RequestStream
 from baton.router.http.api.anthropic import parse_message
 from tests.support.http_bench import QWEN, TEXT, HttpBench, hello, lost, saying, served
 
-PATH, COUNT_PATH = "/v1/messages", "/v1/messages/count_tokens"
+PATH = "/v1/messages"
+COUNT_PATH = "/v1/messages/count_tokens"
 TOOL: dict[str, object] = {"name": "add", "input_schema": {"type": "object"}}
 SAYS = [{"role": "user", "content": "hello"}]
 BODY: dict[str, object] = {

@@ -52,7 +52,8 @@ def test_retries_resumes_and_transfers_are_counted_once():
 
 def test_counters_of_losses_and_refusals_exist_before_the_first_one():
     """The rate of a counter that begins at 1 is 0, so the first loss would not be seen."""
-    metrics, health = HttpMetrics("tiny"), Health("ready", (), 0, 0)
+    metrics = HttpMetrics("tiny")
+    health = Health("ready", (), 0, 0)
     assert value(metrics, health, "baton_resumes_total", reason="node_lost") == 0
     assert value(metrics, health, "baton_retries_total", reason="transfer_timeout") == 0
     assert value(metrics, health, "baton_refusals_total", status="429", code="queue_full") == 0
@@ -60,7 +61,8 @@ def test_counters_of_losses_and_refusals_exist_before_the_first_one():
 
 def test_an_idle_router_has_no_line_of_stats():
     metrics = HttpMetrics("tiny")
-    line, idle = StatsLine(metrics), Health("ready", (), 0, 0)
+    line = StatsLine(metrics)
+    idle = Health("ready", (), 0, 0)
     assert line.take(10.0, idle) is None
     metrics.ended(RequestMetrics(num_prompt_tokens=50), "finished", 1)
     found = line.take(10.0, idle)
@@ -71,12 +73,14 @@ def test_an_idle_router_has_no_line_of_stats():
 
 def test_nodes_show_their_load_and_a_lost_one_stays_visible_as_zero():
     metrics = HttpMetrics("tiny", "1.2")
-    waits, busy = {"prefill": 0, "decode": 7}, {NodeId("d0"): 1.2}
+    waits = {"prefill": 0, "decode": 7}
+    busy = {NodeId("d0"): 1.2}
     health = Health(
         "ready", (D0,), 3, 1, lost=(LostNode(NodeId("p0"), "prefill", 9.0),),
         num_waiting_for=waits, busy=busy,
     )  # fmt: skip
-    d0, p0 = {"node": "d0", "role": "decode"}, {"node": "p0", "role": "prefill"}
+    d0 = {"node": "d0", "role": "decode"}
+    p0 = {"node": "p0", "role": "prefill"}
     assert value(metrics, health, "baton_nodes", role="decode", state="ready") == 1
     assert value(metrics, health, "baton_router_waiting_requests", role="decode") == 7
     assert value(metrics, health, "baton_router_waiting_requests", role="prefill") == 0

@@ -129,7 +129,8 @@ async def test_a_stream_of_another_router_is_logged_and_timed_like_one_of_ours(
 ):
     """Its client leaves each time, and has a name for the request."""
     caplog.set_level("INFO")
-    body, headers = {"prompt": [5], "stream": True}, {"X-Request-Id": "mine"}
+    body = {"prompt": [5], "stream": True}
+    headers = {"X-Request-Id": "mine"}
     async with bench.session.post("/v1/completions", json=body, headers=headers) as reply:
         event = await reply.content.readuntil(b"\n\n")
     (name,) = re.findall(rb"id: (cmpl-\w+):", event)
@@ -147,7 +148,8 @@ def test_refusals_do_not_flood_the_log(caplog):
     caplog.set_level("INFO")
     clock = VirtualClock(100.0)
     requests = RequestLog(LogConfig(), clock)
-    refused, running = make_mocked_request("POST", "/v1/completions"), Running()
+    refused = make_mocked_request("POST", "/v1/completions")
+    running = Running()
     running.failed(Overloaded("full", code="queue_full", http_status=429))
     for second in range(2):
         for number in range(3 * MAX_REFUSALS_PER_S):
@@ -160,7 +162,8 @@ def test_refusals_do_not_flood_the_log(caplog):
     assert others == [{"number": 2 * MAX_REFUSALS_PER_S}]
 
 
-TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+PARENT = "00f067aa0ba902b7"
 
 
 def timed(stream: RequestStream) -> None:
@@ -202,7 +205,8 @@ def parent_of(span: ReadableSpan) -> int:
 def test_a_trace_continues_the_client_s_and_holds_the_stages():
     spans = traced(timed, {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "a=b"})
     assert list(spans) == ["prepare", "prefill", "decode", "llm_request", "POST /v1/completions"]
-    root, request = spans["POST /v1/completions"], spans["llm_request"]
+    root = spans["POST /v1/completions"]
+    request = spans["llm_request"]
     assert {f"{span.context.trace_id:032x}" for span in spans.values()} == {TRACE}
     assert f"{parent_of(root):016x}" == PARENT
     assert root.context.trace_state.to_header() == "a=b"

@@ -116,7 +116,8 @@ class Wire(asyncio.Transport):
             return
         while data and self.is_open:
             buffer = self._protocol.get_buffer(-1)
-            part, data = data[: len(buffer)], data[len(buffer) :]
+            part = data[: len(buffer)]
+            data = data[len(buffer) :]
             buffer[: len(part)] = part
             self._protocol.buffer_updated(len(part))
 
@@ -125,7 +126,8 @@ class Wire(asyncio.Transport):
         """Return the name of each request with an answer, or its status if it has no name."""
         names = []
         for response in RESPONSE.finditer(self.sent):
-            status, headers = response[1], response[2]
+            status = response[1]
+            headers = response[2]
             is_no_request = self.sent.startswith(NO_REQUEST, response.end())
             name = None if is_no_request else NAME.search(headers)
             if status != b"100":
@@ -142,7 +144,8 @@ async def answer(request: web.Request) -> web.Response:
 
 async def answers(pieces: list[bytes], servers: list[NewConnection]) -> list[Answered]:
     """Return what each server answers to these pieces, in order, and whether it then closes."""
-    loop, wires = asyncio.get_running_loop(), [Wire(new()) for new in servers]
+    loop = asyncio.get_running_loop()
+    wires = [Wire(new()) for new in servers]
     for piece in pieces:
         for wire in wires:
             wire.receive(piece)
@@ -161,7 +164,8 @@ async def answers(pieces: list[bytes], servers: list[NewConnection]) -> list[Ans
 @contextlib.asynccontextmanager
 async def two_servers() -> AsyncIterator[list[NewConnection]]:
     """Yield what opens a connection of the router's server, and of plain aiohttp."""
-    engine, application = ScriptedEngine(well), web.Application()
+    engine = ScriptedEngine(well)
+    application = web.Application()
     application.router.add_route("*", "/{path:.*}", answer)
     runner = web.AppRunner(application, handler_cancellation=True, access_log=None)
     await runner.setup()

@@ -25,7 +25,9 @@ def moved(stream: RequestStream) -> None:
     placed(stream)
     failure = NodeError("d0 is lost").to_failure()
     first = stream.metrics.attempts[0]
-    first.placed_at_s, first.lost_at_s, first.failure = 0.0, 0.5, failure.code
+    first.placed_at_s = 0.0
+    first.lost_at_s = 0.5
+    first.failure = failure.code
     stream.metrics.try_again(failure, is_resume=True)
     stream.metrics.begin_attempt(Key(RequestId("r"), 0, 1), 1, 0.5)
     stream.push(0, TEXT.encode_now(" hello"), "stop")

@@ -32,7 +32,8 @@ def first_match(text: str, stops: list[str]) -> tuple[int, int] | None:
 )
 def test_text_is_cut_at_the_first_completed_stop_however_it_was_grouped(pieces, stops, include):
     scan = StopStrings(stops)
-    text, shown = "".join(pieces), ""
+    text = "".join(pieces)
+    shown = ""
     for piece in pieces:
         shown += scan.push(piece, may_match=True, include_match=include)
         assert text.startswith(shown)
@@ -118,9 +119,11 @@ def parsed_in_pieces(text: str, sizes: list[int], **options: object) -> Completi
     """Return the output for the tokens of a text, pushed in pieces of these sizes."""
     parsing = Parsing("hermes", reasoning="think")
     detokenizer = TEXT.detokenizer([1], SamplingParams(**options), 0, parsing)
-    rest, merged = TEXT.encode_now(text), Merged()
+    rest = TEXT.encode_now(text)
+    merged = Merged()
     for size in [*sizes, len(rest)]:
-        piece, rest = rest[:size], rest[size:]
+        piece = rest[:size]
+        rest = rest[size:]
         delta = detokenizer.push(piece, None if rest else "length")
         if delta is None:
             break

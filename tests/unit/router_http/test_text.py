@@ -33,7 +33,8 @@ ALL = {family: small_text(family) for family in FAMILIES}
 
 def cuts(draw: st.DrawFn, token_ids: list[int]) -> list[list[int]]:
     """`token_ids` in pieces of any sizes."""
-    pieces, rest = [], token_ids
+    pieces = []
+    rest = token_ids
     while rest:
         size = draw(st.integers(1, len(rest)))
         pieces.append(rest[:size])
@@ -67,7 +68,8 @@ def test_leading_spaces_without_text_of_their_own_are_kept(prompt):
 @given(data=st.data())
 def test_any_byte_level_tokens_decode_as_the_tokenizer_does(data):
     """Random ids are mostly broken UTF-8: what is shown for it must agree as well."""
-    tokenizer, text = small_tokenizer("byte_level"), ALL["byte_level"]
+    tokenizer = small_tokenizer("byte_level")
+    text = ALL["byte_level"]
     ids = st.lists(st.integers(0, tokenizer.get_vocab_size() + 3), max_size=20)
     token_ids = data.draw(ids)
     for skip in (True, False):
@@ -103,7 +105,8 @@ def test_a_character_begun_in_the_prompt_is_shown_once_completed():
 
 def test_the_token_that_ends_a_sequence_has_no_text_unless_asked_for():
     text = ALL["byte_level"]
-    hello, world = text.encode_now("hello")[0], text.encode_now(" world")[0]
+    hello = text.encode_now("hello")[0]
+    world = text.encode_now(" world")[0]
     params = SamplingParams(stop_token_ids=[world])
     delta = text.detokenizer([1], params).push([hello, world], "stop")
     assert (delta.text, list(delta.token_ids)) == ("hello", [hello, world])

@@ -99,7 +99,8 @@ async def test_a_stream_has_the_parts_of_the_whole(bench):
 
 def test_a_resumed_stream_goes_on_with_the_same_parts():
     def stream() -> tuple[RequestStream, list[CompletionOutput]]:
-        params, parsing = SamplingParams(), Parsing("hermes", reasoning="think")
+        params = SamplingParams()
+        parsing = Parsing("hermes", reasoning="think")
         made = RequestStream("r", None, [1], params, [TEXT.detokenizer([1], params, 0, parsing)])
         deltas: list[CompletionOutput] = []
         made.send_to(deltas.append)
@@ -216,7 +217,8 @@ class Judge:
         self._tokenizer = LLTokenizer("byte")
 
     def passes(self, text: str) -> bool:
-        matcher, token_ids = LLMatcher(self._tokenizer, self._grammar), text.encode()
+        matcher = LLMatcher(self._tokenizer, self._grammar)
+        token_ids = text.encode()
         ids = self._tokenizer.tokenize_bytes(token_ids)
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 

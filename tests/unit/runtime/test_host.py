@@ -33,7 +33,8 @@ def test_ranks_share_the_cpus_of_a_process_and_the_quota_of_its_container(monkey
 
 def test_a_node_takes_all_cpus_only_while_the_others_are_idle(tmp_path):
     path = tmp_path / "cpus"
-    one, two = SharedCpus(path, 2, 8), SharedCpus(path, 3, 8)
+    one = SharedCpus(path, 2, 8)
+    two = SharedCpus(path, 3, 8)
     assert one.take() == 8
     assert two.take() == 3
     one.give_back()

@@ -130,7 +130,8 @@ def test_a_ring_holds_a_bounded_number_of_tokens(message):
 
 def test_a_ring_keeps_no_log_probabilities(tmp_path):
     """2,000 steps of 256 sequences with 20 likeliest tokens each would take a gigabyte."""
-    ring, scores = EventRing(), ((0, (TokenLogprobs(-0.5, 1, ((7, -0.5),) * 20),)),)
+    ring = EventRing()
+    scores = ((0, (TokenLogprobs(-0.5, 1, ((7, -0.5),) * 20),)),)
     ring.record(0.0, StepResult(1, ((7,),), 0.0, 1.0, (), scores, ((0, b"12345678"),)))
     ring.dump(tmp_path / "events")
     event = json.loads((tmp_path / "events").read_text())["event"]

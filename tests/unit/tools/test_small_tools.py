@@ -42,11 +42,13 @@ def test_the_folder_has_the_shape_that_was_asked_for(tmp_path):
 
 
 def test_a_folder_in_four_bits_is_close_to_the_one_that_it_was(tmp_path):
-    folder, found = tmp_path / "model", []
+    folder = tmp_path / "model"
+    found = []
     random_model.write_model(folder, Shape("", 128, 128, 1, 4, 2, 32, 300, is_tied=True), CPU)
     for change in (lambda _: None, random_model.in_four_bits):
         change(folder)
-        config, place = read_decoder_config(folder), RankDevice(torch.float32, CPU)
+        config = read_decoder_config(folder)
+        place = RankDevice(torch.float32, CPU)
         decoder = load_decoder(config, Checkpoint(folder), SingleRank(), place, no_progress)
         found.append(decoder.layers[0].output(torch.eye(128)))
     assert 0 < (found[0] - found[1]).abs().max() < found[0].abs().max() / 14

@@ -30,7 +30,8 @@ from baton.protocol.messages import RankAddress
 from tests.support.memfd_memory import device_pool
 from tests.support.virtual_clock import VirtualClock
 
-A, B = PeerRank(Epoch("a")), PeerRank(Epoch("a"), 1)
+A = PeerRank(Epoch("a"))
+B = PeerRank(Epoch("a"), 1)
 WHOLE = BlockSlice(0, 0, 100)
 LIMITS = AgentLimits(chunk_bytes=400, read_s=30, quiesce_s=5)
 
@@ -81,7 +82,8 @@ class ScriptedTransport:
         return -1
 
     def service(self) -> list[PeerRank]:
-        gone, self.gone = self.gone, []
+        gone = self.gone
+        self.gone = []
         return gone
 
     def close(self) -> None: ...
@@ -269,7 +271,8 @@ def test_the_agent_of_a_gpu_sums_slices_of_its_pool_on_its_own_thread():
 
 
 def test_the_thread_enters_the_gpu_before_it_calls_a_transport():
-    transport, order = ScriptedTransport(), []
+    transport = ScriptedTransport()
+    order = []
     agent = TransferAgent(
         [transport], LIMITS, enter=lambda: order.append(threading.current_thread().name)
     )

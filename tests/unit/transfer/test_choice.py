@@ -25,7 +25,8 @@ from tests.support.connectors import node, rank_address
 from tests.support.memfd_memory import GPU, device_pool
 
 EPOCH = Epoch("e")
-SHM, NIXL = rank_address("e", "a"), RankAddress({"nixl": b"agent"})
+SHM = rank_address("e", "a")
+NIXL = RankAddress({"nixl": b"agent"})
 
 
 def both(host: str) -> RankAddress:

@@ -58,7 +58,8 @@ from tests.support.connectors import (
 BLOCK_RANGE = BlockRange(key(), 0, (1, 2), (0, 0))
 END = End(key(), (FirstToken(1),))
 UP = FromRank(0, PeerUp(PeerRank(PREFILL.epoch), "shm"))
-WITHDRAWN, DECLINED = Withdrawn(key(), FAILURE), Declined(key(), FAILURE)
+WITHDRAWN = Withdrawn(key(), FAILURE)
+DECLINED = Declined(key(), FAILURE)
 
 
 def decode() -> NodeConnector:

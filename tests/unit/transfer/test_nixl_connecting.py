@@ -14,8 +14,10 @@ from baton.protocol.errors import TransferError
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import RankAddress
 
-OWNER, READER = PeerRank(Epoch("owner")), Epoch("reader")
-NUM_BLOCKS, BLOCK_BYTES = 4, 4096
+OWNER = PeerRank(Epoch("owner"))
+READER = Epoch("reader")
+NUM_BLOCKS = 4
+BLOCK_BYTES = 4096
 
 
 def add(num_blocks: int, block_bytes: int, device: str = "cpu") -> AddPeer:
@@ -23,7 +25,8 @@ def add(num_blocks: int, block_bytes: int, device: str = "cpu") -> AddPeer:
     where = NixlAddress(
         OWNER.epoch, "owner-agent", device, 1 << 40, num_blocks, block_bytes, b"owner-agent"
     )
-    address, whole = RankAddress({"nixl": where.encode()}), BlockSlice(0, 0, block_bytes)
+    address = RankAddress({"nixl": where.encode()})
+    whole = BlockSlice(0, 0, block_bytes)
     return AddPeer(OWNER, "nixl", address, num_blocks, block_bytes, whole)
 
 
@@ -89,10 +92,8 @@ class ScriptedNixl:
 
 @pytest.fixture
 def agent(monkeypatch):
-    agent, errors = (
-        ScriptedNixl(),
-        SimpleNamespace(all=(OSError, ValueError), at_start=(), disconnected=OSError),
-    )
+    agent = ScriptedNixl()
+    errors = SimpleNamespace(all=(OSError, ValueError), at_start=(), disconnected=OSError)
     monkeypatch.setattr(nixl, "make_agent", lambda *_, **__: (agent, errors))
     return agent
 
@@ -113,7 +114,8 @@ def test_a_pair_that_was_given_up_goes_on_connecting_for_the_next_attempt(agent)
 
 
 def test_gpus_warm_up_in_a_spare_block_and_without_a_thread_of_nixl(agent):
-    block_bytes, num_blocks = 1 << 20, 100
+    block_bytes = 1 << 20
+    num_blocks = 100
     memory = PoolMemory(1 << 30, num_blocks, block_bytes, "cuda:0", num_spare=1)
     transport = NixlTransport(memory, READER)
     spare = (1 << 30) + num_blocks * block_bytes

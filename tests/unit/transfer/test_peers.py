@@ -64,7 +64,8 @@ from tests.support.connectors import (
     told,
 )
 
-POOL, WHOLE = PeerRank(PREFILL.epoch), BlockSlice(0, 0, BLOCK_BYTES)
+POOL = PeerRank(PREFILL.epoch)
+WHOLE = BlockSlice(0, 0, BLOCK_BYTES)
 BLOCK_RANGE = BlockRange(key(), 0, (5,), (0,))
 END = End(key(), (FirstToken(7),))
 
@@ -125,7 +126,8 @@ def test_every_head_of_every_rank_is_read_once_from_a_rank_that_holds_it(kv_head
     decode = node("d", "decode", num_ranks=num_decode, kv_heads=kv_heads)
     read: dict[int, list[int]] = {rank: [] for rank in range(num_decode)}
     for edge in edges_between(prefill, decode):
-        first, part = edge.part.remote_offset // HEAD_BYTES, edge.part
+        first = edge.part.remote_offset // HEAD_BYTES
+        part = edge.part
         num_heads = part.num_bytes // HEAD_BYTES
         heads = heads_of(kv_heads, num_prefill, edge.source)[first : first + num_heads]
         assert part.local_offset == len(read[edge.target]) * HEAD_BYTES
@@ -236,7 +238,8 @@ def test_a_rank_that_goes_down_is_connected_again_for_the_next_receive():
 def test_a_rank_that_shm_does_not_reach_is_read_by_nixl_and_the_receive_goes_on():
     """Both say that they are on one host, but the memory of one cannot be mapped by the other."""
     far = RankAddress({**PREFILL.ranks[0].metadata, "nixl": b"agent"})
-    source, target = node("p", "prefill", ranks=(far,)), node("d", "decode", ranks=(far,))
+    source = node("p", "prefill", ranks=(far,))
+    target = node("d", "decode", ranks=(far,))
     connector = NodeConnector(target, TransferConfig())
     connector.step(0.0, [PeersChanged((source,)), *heard(PREFILL, hello(PREFILL))])
     connector.step(0.0, [Expect(key(), P), *heard(PREFILL, offered(), BLOCK_RANGE)])

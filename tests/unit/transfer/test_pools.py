@@ -26,7 +26,8 @@ from baton.protocol.errors import ConfigError, TransferError
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import RankAddress
 
-NUM_BLOCKS, BLOCK_BYTES = 24, 6
+NUM_BLOCKS = 24
+BLOCK_BYTES = 6
 WHOLE = BlockSlice(0, 0, BLOCK_BYTES)
 OWNER = PeerRank(Epoch("owner"))
 
