@@ -305,9 +305,15 @@ class Detached:
         choices = tuple(held.values())
         attempts = [choice.key.attempt for choice in choices]
         return Attached(
-            request_id, kept.form, kept.num_choices, prompt, sampling, choices,
-            self.owners.pass_on(request_id, attempts), tuple(landing),
-        )  # fmt: skip
+            request_id,
+            kept.form,
+            kept.num_choices,
+            prompt,
+            sampling,
+            choices,
+            self.owners.pass_on(request_id, attempts),
+            tuple(landing),
+        )
 
 
 def _lost_router() -> Failure:

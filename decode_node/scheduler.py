@@ -419,9 +419,16 @@ class DecodeScheduler:
             limit = min(limit, self.limits.max_model_len)
             position = sequence.num_computed_tokens
             stream = Stream(
-                sequence, prompt.key, prompt.origin, position, limit, now_s, times,
-                prompt.message.kept, prompt.left_by,
-            )  # fmt: skip
+                sequence,
+                prompt.key,
+                prompt.origin,
+                position,
+                limit,
+                now_s,
+                times,
+                prompt.message.kept,
+                prompt.left_by,
+            )
             first = firsts[sequence.key.choice - prompt.key.choice]
             stream.logprobs += () if first.logprobs is None else (first.logprobs,)
             may_guess = self.limits.num_speculative_tokens and not self.pool.state_blocks

@@ -41,9 +41,13 @@ LARGEST_UNIFORM = 1.0 - 2.0**-24
 
 # For |x| <= 1/2, 2**x is 1 + x * polynomial within 1e-8. The highest power comes first.
 EXP2 = (
-    0.00015453163359779865, 0.0013390863314270973, 0.009618083015084267, 0.055503569543361664,
-    0.24022650718688965, 0.6931471824645996,
-)  # fmt: skip
+    0.00015453163359779865,
+    0.0013390863314270973,
+    0.009618083015084267,
+    0.055503569543361664,
+    0.24022650718688965,
+    0.6931471824645996,
+)
 ROUNDER = 12582912.0  # 1.5 * 2**23: adding it leaves the nearest integer in the low bits
 # log2(e) as the sum of two floats, and ln(2).
 LOG2_E_HIGH = 1.4426950216293335
@@ -53,9 +57,16 @@ LOWEST = -200.0  # exp of it is 0
 # log(1 + f) is f - f**2 / 2 + f**3 * polynomial for 1 + f from sqrt(1/2) to sqrt(2), within one
 # unit in the last place (Moshier's Cephes library, logf.c); the highest power comes first.
 LOG = (
-    7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1,
-    -1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,
-)  # fmt: skip
+    7.0376836292e-2,
+    -1.1514610310e-1,
+    1.1676998740e-1,
+    -1.2420140846e-1,
+    1.4249322787e-1,
+    -1.6668057665e-1,
+    2.0000714765e-1,
+    -2.4999993993e-1,
+    3.3333331174e-1,
+)
 LN_2_HIGH = 0.693359375
 LN_2_LOW = -2.12194440e-4
 ROOT_HALF = 0x3F3504F3  # the bits of sqrt(1/2)

@@ -251,9 +251,15 @@ def _visible_kv(
 
 
 def _causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None,
-    sinks: Tensor | None, seen: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    seen: Tensor | None = None,
+) -> Tensor:
     """Return the attention of the last `len(q)` positions of one sequence, shaped as `q`."""
     q_len, num_heads, head_dim = q.shape
     kv_heads, context_len, _ = k.shape
@@ -295,9 +301,13 @@ def _rotate(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
 
 
 def penalize_counted(
-    logits: Tensor, words: Tensor, factors: Tensor, biases: Tensor, counted: Tensor,
+    logits: Tensor,
+    words: Tensor,
+    factors: Tensor,
+    biases: Tensor,
+    counted: Tensor,
     token_ids: Tensor,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Do what `token_counts.penalize_counted` does, with shapes that no value changes."""
     tokens = torch.arange(words.shape[1], device=words.device)
     has_row = counted[:, :1] >= 0

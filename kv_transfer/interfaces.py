@@ -311,11 +311,20 @@ class Abandon(msgspec.Struct, frozen=True):
 
 
 ConnectorEvent = (
-    PeersChanged | PeerLost | FromPeer | FromRank
-    | Offer | BlockRange | End | Withdrawn
+    PeersChanged
+    | PeerLost
+    | FromPeer
+    | FromRank
+    | Offer
+    | BlockRange
+    | End
+    | Withdrawn
     | RefusePrefix
-    | Expect | FetchPrefix | BeginReceive | Abandon
-)  # fmt: skip
+    | Expect
+    | FetchPrefix
+    | BeginReceive
+    | Abandon
+)
 
 # --- the connector: commands out (to the shell) and reports (to the scheduler) -------------------
 
@@ -406,9 +415,15 @@ class PrefixWanted(msgspec.Struct, frozen=True):
 
 
 ConnectorReport = (
-    Released | OfferBroken | PrefixWanted
-    | Offered | KVReceived | ReceiveBroken | ReceiveEnded | BlocksDrained
-)  # fmt: skip
+    Released
+    | OfferBroken
+    | PrefixWanted
+    | Offered
+    | KVReceived
+    | ReceiveBroken
+    | ReceiveEnded
+    | BlocksDrained
+)
 
 
 @dataclass(slots=True)

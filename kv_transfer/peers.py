@@ -251,9 +251,13 @@ class PeerTable:
         link.state = LinkState.ADDING
         link.transport = transport
         add = AddPeer(
-            _owner(peer, link), transport, address, info.num_blocks, info.layout.block_bytes,
+            _owner(peer, link),
+            transport,
+            address,
+            info.num_blocks,
+            info.layout.block_bytes,
             edge.part,
-        )  # fmt: skip
+        )
         out.command(edge.target, add)
 
     def _has_way(self, peer: Peer, info: NodeInfo) -> bool:

@@ -52,9 +52,13 @@ class BatonError(Exception):
 
     def to_failure(self) -> Failure:
         return Failure(
-            self.code, self.message, self.retryable, self.http_status, self.param,
+            self.code,
+            self.message,
+            self.retryable,
+            self.http_status,
+            self.param,
             self.retry_after_s,
-        )  # fmt: skip
+        )
 
 
 class RequestError(BatonError):

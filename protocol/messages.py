@@ -280,9 +280,21 @@ class DrainState(Message, frozen=True):
 
 
 ToNode = (
-    Peers | Prefill | Decode | Cancel | Refused | Attach | Drain | DrainState | WatchCache
-    | Keep | ResetPrefixCache | Profile | LoadAdapter | ListAdapters
-)  # fmt: skip
+    Peers
+    | Prefill
+    | Decode
+    | Cancel
+    | Refused
+    | Attach
+    | Drain
+    | DrainState
+    | WatchCache
+    | Keep
+    | ResetPrefixCache
+    | Profile
+    | LoadAdapter
+    | ListAdapters
+)
 
 
 # --- node to router ---------------------------------------------------------------------------
@@ -540,10 +552,26 @@ class DrainNode(Message, frozen=True):
 
 
 ToRouter = (
-    Hello | Starting | Ready | Heartbeat | Accepted | FirstTokens | Tokens | Failed | CancelDone
-    | Crashed | InProgress | Attached | NotAttached | DrainNode | CacheChanges | PromptLogprobs
-    | Pooled | AdapterLoaded | AdaptersHeld
-)  # fmt: skip
+    Hello
+    | Starting
+    | Ready
+    | Heartbeat
+    | Accepted
+    | FirstTokens
+    | Tokens
+    | Failed
+    | CancelDone
+    | Crashed
+    | InProgress
+    | Attached
+    | NotAttached
+    | DrainNode
+    | CacheChanges
+    | PromptLogprobs
+    | Pooled
+    | AdapterLoaded
+    | AdaptersHeld
+)
 
 
 # --- node to node -----------------------------------------------------------------------------
@@ -637,7 +665,14 @@ class Declined(Message, frozen=True):
 
 
 PeerMessage = (
-    PeerHello | WantPrefix
-    | Offered | BlockRange | End | Withdrawn | Renewed
-    | Done | Renew | Declined
-)  # fmt: skip
+    PeerHello
+    | WantPrefix
+    | Offered
+    | BlockRange
+    | End
+    | Withdrawn
+    | Renewed
+    | Done
+    | Renew
+    | Declined
+)

@@ -221,8 +221,13 @@ _neutral_fields = operator.attrgetter(*NEUTRAL)
 _INTEGERS = ("n", "top_k", "min_tokens")
 _INTEGERS_OR_NONE = ("seed", "max_tokens", "best_of", "logprobs", "prompt_logprobs")
 _NUMBERS = (
-    "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-)  # fmt: skip
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
 _FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
 
 

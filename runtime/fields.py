@@ -171,9 +171,13 @@ def _whole_number(text: str) -> str:
 def in_words(error: str) -> str:
     """Return msgspec's message without the names of Python's types, and with the field first."""
     words = {
-        "int": "a whole number", "float": "a number", "bool": "true or false", "str": "text",
-        "array": "a list", "object": "a mapping",
-    }  # fmt: skip
+        "int": "a whole number",
+        "float": "a number",
+        "bool": "true or false",
+        "str": "text",
+        "array": "a list",
+        "object": "a mapping",
+    }
     for kind, word in words.items():
         error = re.sub(rf", got `{kind}`", "", error)
         error = error.replace(f"`{kind}`", word)

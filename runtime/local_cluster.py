@@ -135,8 +135,10 @@ def fitted_to_gpus(config: ClusterConfig) -> ClusterConfig:
     log.warning(
         "there are fewer GPUs than nodes, so aggregated nodes compute prompts and tokens; "
         "--local-prefill never lets prefill and decode nodes share GPUs",
-        gpus=num_gpus, nodes=num_nodes, decode=num_decode,
-    )  # fmt: skip
+        gpus=num_gpus,
+        nodes=num_nodes,
+        decode=num_decode,
+    )
     router = msgspec.structs.replace(router, local_prefill="always")
     return msgspec.structs.replace(config, prefill=0, decode=num_decode, router=router)
 

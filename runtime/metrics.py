@@ -185,79 +185,145 @@ def _counter(name: str, value: _Value, meaning: str, vllm: str = "") -> tuple[Fa
 
 
 _TABLE = (
-    _gauge("baton_node_up", lambda one: one.state not in ("silent", "stuck"),
-           "1 while a node sends heartbeats and is not stuck, 0 for one that is silent, stuck or "
-           "lost"),
-    _gauge("baton_node_running_requests", lambda one: one.load.num_running,
-           "Sequences (decode) or prompts (prefill) that the node is computing",
-           "vllm:num_requests_running"),
-    _gauge("baton_node_waiting_requests", lambda one: one.load.num_waiting,
-           "Requests that wait on the node for KV blocks or a place in its steps",
-           "vllm:num_requests_waiting"),
-    _gauge("baton_kv_cache_usage_perc", lambda one: _usage(one.load),
-           "Share of the KV blocks in use, 1 is full; merely cached blocks count as free",
-           "vllm:kv_cache_usage_perc"),
-    _gauge("baton_node_total_blocks", lambda one: one.load.total_blocks,
-           "KV blocks in the pool"),
-    _gauge("baton_node_free_blocks", lambda one: one.load.free_blocks,
-           "KV blocks that are free or can be evicted"),
-    _gauge("baton_node_cached_blocks", lambda one: one.load.cached_blocks,
-           "KV blocks that the prefix cache holds"),
-    _gauge("baton_node_quarantined_blocks", lambda one: one.load.quarantined_blocks,
-           "KV blocks out of use because bytes of a read may still land in them"),
-    _counter("baton_prefix_cache_queries", lambda one: one.totals.prefix_queried_tokens,
-             "Tokens of prompts that were looked up in the prefix cache",
-             "vllm:prefix_cache_queries"),
-    _counter("baton_prefix_cache_hits", lambda one: one.totals.prefix_hit_tokens,
-             "Tokens of prompts that the prefix cache held", "vllm:prefix_cache_hits"),
-    _counter("baton_external_prefix_cache_hits", lambda one: one.totals.prefix_read_tokens,
-             "Tokens of prompts whose blocks were read from another node that had them cached",
-             "vllm:external_prefix_cache_hits"),
-    _counter("baton_prefix_read_failures", lambda one: one.totals.failed_prefix_reads,
-             "Prompts that were computed although another node was asked for their first tokens"),
-    _counter("baton_num_preemptions", lambda one: one.totals.preemptions,
-             "Sequences that were sent back to the router because no KV block was left",
-             "vllm:num_preemptions"),
-    _counter("baton_spec_decode_num_draft_tokens", lambda one: one.totals.spec_decode_draft_tokens,
-             "Tokens that speculative decoding guessed", "vllm:spec_decode_num_draft_tokens"),
-    _counter("baton_spec_decode_num_accepted_tokens",
-             lambda one: one.totals.spec_decode_accepted_tokens,
-             "Tokens that speculative decoding guessed right",
-             "vllm:spec_decode_num_accepted_tokens"),
-    _counter("baton_node_prompt_tokens", lambda one: one.totals.prompt_tokens,
-             "Prompt tokens that the node computed"),
-    _counter("baton_node_generation_tokens", lambda one: one.totals.output_tokens,
-             "Tokens that the node sampled"),
-    _counter("baton_node_steps", lambda one: one.totals.steps,
-             "Steps of the model"),
-    _counter("baton_node_step_seconds", lambda one: one.totals.steps_s,
-             "Seconds in which steps ran"),
-    _counter("baton_node_kv_reads", lambda one: one.totals.reads,
-             "Reads of KV blocks from prefill nodes"),
-    _counter("baton_node_kv_read_bytes", lambda one: one.totals.read_bytes,
-             "Bytes of those reads"),
-    _counter("baton_node_kv_read_seconds", lambda one: one.totals.reads_s,
-             "Seconds from the post to the end of each read, added up"),
-    _counter("baton_node_kv_read_failures", lambda one: one.totals.failed_reads,
-             "Reads that failed"),
-    _counter("baton_node_kv_corrupt_reads", lambda one: one.totals.corrupt_reads,
-             "Reads whose checksum was wrong (transfer.verify_kv)"),
-    _counter("baton_node_leases_expired", lambda one: one.totals.leases_expired,
-             "Handoffs whose blocks were taken back because decode did not renew the lease"),
-    _gauge("baton_node_heartbeat_age_seconds", lambda one: one.heartbeat_age_s,
-           "Seconds since the last heartbeat"),
-    _gauge("baton_node_step_age_seconds", lambda one: one.step_age_s,
-           "Seconds for which the oldest unfinished step has run, 0 without one"),
-)  # fmt: skip
+    _gauge(
+        "baton_node_up",
+        lambda one: one.state not in ("silent", "stuck"),
+        "1 while a node sends heartbeats and is not stuck, 0 for one that is silent, stuck or lost",
+    ),
+    _gauge(
+        "baton_node_running_requests",
+        lambda one: one.load.num_running,
+        "Sequences (decode) or prompts (prefill) that the node is computing",
+        "vllm:num_requests_running",
+    ),
+    _gauge(
+        "baton_node_waiting_requests",
+        lambda one: one.load.num_waiting,
+        "Requests that wait on the node for KV blocks or a place in its steps",
+        "vllm:num_requests_waiting",
+    ),
+    _gauge(
+        "baton_kv_cache_usage_perc",
+        lambda one: _usage(one.load),
+        "Share of the KV blocks in use, 1 is full; merely cached blocks count as free",
+        "vllm:kv_cache_usage_perc",
+    ),
+    _gauge("baton_node_total_blocks", lambda one: one.load.total_blocks, "KV blocks in the pool"),
+    _gauge(
+        "baton_node_free_blocks",
+        lambda one: one.load.free_blocks,
+        "KV blocks that are free or can be evicted",
+    ),
+    _gauge(
+        "baton_node_cached_blocks",
+        lambda one: one.load.cached_blocks,
+        "KV blocks that the prefix cache holds",
+    ),
+    _gauge(
+        "baton_node_quarantined_blocks",
+        lambda one: one.load.quarantined_blocks,
+        "KV blocks out of use because bytes of a read may still land in them",
+    ),
+    _counter(
+        "baton_prefix_cache_queries",
+        lambda one: one.totals.prefix_queried_tokens,
+        "Tokens of prompts that were looked up in the prefix cache",
+        "vllm:prefix_cache_queries",
+    ),
+    _counter(
+        "baton_prefix_cache_hits",
+        lambda one: one.totals.prefix_hit_tokens,
+        "Tokens of prompts that the prefix cache held",
+        "vllm:prefix_cache_hits",
+    ),
+    _counter(
+        "baton_external_prefix_cache_hits",
+        lambda one: one.totals.prefix_read_tokens,
+        "Tokens of prompts whose blocks were read from another node that had them cached",
+        "vllm:external_prefix_cache_hits",
+    ),
+    _counter(
+        "baton_prefix_read_failures",
+        lambda one: one.totals.failed_prefix_reads,
+        "Prompts that were computed although another node was asked for their first tokens",
+    ),
+    _counter(
+        "baton_num_preemptions",
+        lambda one: one.totals.preemptions,
+        "Sequences that were sent back to the router because no KV block was left",
+        "vllm:num_preemptions",
+    ),
+    _counter(
+        "baton_spec_decode_num_draft_tokens",
+        lambda one: one.totals.spec_decode_draft_tokens,
+        "Tokens that speculative decoding guessed",
+        "vllm:spec_decode_num_draft_tokens",
+    ),
+    _counter(
+        "baton_spec_decode_num_accepted_tokens",
+        lambda one: one.totals.spec_decode_accepted_tokens,
+        "Tokens that speculative decoding guessed right",
+        "vllm:spec_decode_num_accepted_tokens",
+    ),
+    _counter(
+        "baton_node_prompt_tokens",
+        lambda one: one.totals.prompt_tokens,
+        "Prompt tokens that the node computed",
+    ),
+    _counter(
+        "baton_node_generation_tokens",
+        lambda one: one.totals.output_tokens,
+        "Tokens that the node sampled",
+    ),
+    _counter("baton_node_steps", lambda one: one.totals.steps, "Steps of the model"),
+    _counter(
+        "baton_node_step_seconds", lambda one: one.totals.steps_s, "Seconds in which steps ran"
+    ),
+    _counter(
+        "baton_node_kv_reads", lambda one: one.totals.reads, "Reads of KV blocks from prefill nodes"
+    ),
+    _counter("baton_node_kv_read_bytes", lambda one: one.totals.read_bytes, "Bytes of those reads"),
+    _counter(
+        "baton_node_kv_read_seconds",
+        lambda one: one.totals.reads_s,
+        "Seconds from the post to the end of each read, added up",
+    ),
+    _counter(
+        "baton_node_kv_read_failures", lambda one: one.totals.failed_reads, "Reads that failed"
+    ),
+    _counter(
+        "baton_node_kv_corrupt_reads",
+        lambda one: one.totals.corrupt_reads,
+        "Reads whose checksum was wrong (transfer.verify_kv)",
+    ),
+    _counter(
+        "baton_node_leases_expired",
+        lambda one: one.totals.leases_expired,
+        "Handoffs whose blocks were taken back because decode did not renew the lease",
+    ),
+    _gauge(
+        "baton_node_heartbeat_age_seconds",
+        lambda one: one.heartbeat_age_s,
+        "Seconds since the last heartbeat",
+    ),
+    _gauge(
+        "baton_node_step_age_seconds",
+        lambda one: one.step_age_s,
+        "Seconds for which the oldest unfinished step has run, 0 without one",
+    ),
+)
 _INFO = Family(
-    "baton_node_info", "gauge", "What a node computes with; always 1",
+    "baton_node_info",
+    "gauge",
+    "What a node computes with; always 1",
     (*_NODE, "dtype", "device", "transports", "tensor_parallel", "features"),
-)  # fmt: skip
+)
 _IN_SERVICE = Family(
-    "baton_node_in_service", "gauge",
+    "baton_node_in_service",
+    "gauge",
     "1 while that router gives the node work, 0 while it does not; on the page of the node alone",
     (*_NODE, "router"),
-)  # fmt: skip
+)
 NODE_FAMILIES = (*(family for family, _ in _TABLE), _INFO, _IN_SERVICE)
 # A lost node works on nothing, so these are 0. Its last counts would suggest that work is stuck.
 _OF_LOST = ("baton_node_up", "baton_node_running_requests", "baton_node_waiting_requests")

@@ -36,7 +36,7 @@ def write_folder(model: Path, folder: Path) -> None:
     modules = [
         {"idx": index, "name": name, "path": path, "type": f"sentence_transformers.models.{name}"}
         for index, (path, name) in enumerate(MODULES)
-    ]  # fmt: skip
+    ]
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling").mkdir()
     hidden = json.loads((folder / "config.json").read_text())["hidden_size"]

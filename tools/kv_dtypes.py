@@ -118,8 +118,10 @@ def compare_answers() -> None:
     print(f"right answers of {num_answers}: {right[0]} in bf16, {right[1]} in fp8")
     print(f"equal tokens of those answers: {equal} of {num_tokens}")
     print(f"equal best tokens at the positions of the texts: {statistics.mean(alike):.4f}")
-    print(f"largest difference of a logit: {max(differences):.3f} (their deviation is "
-          f"{statistics.mean(spread):.2f})")  # fmt: skip
+    print(
+        f"largest difference of a logit: {max(differences):.3f} (their deviation is "
+        f"{statistics.mean(spread):.2f})"
+    )
 
 
 def compare_steps(rounds: int) -> None:

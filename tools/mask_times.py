@@ -19,11 +19,20 @@ from baton.protocol.ids import Key, RequestId
 from baton.protocol.sampling import Sampling, StructuredOutputsParams
 from baton.router.text.grammars import checked_grammar
 
-ITEM: dict[str, object] = {"type": "object", "required": ["name", "price"], "properties": {
-    "name": {"type": "string", "maxLength": 40}, "price": {"type": "number"},
-    "tags": {"type": "array", "items": {"enum": ["new", "used", "large", "small"]}}}}  # fmt: skip
-SCHEMA: dict[str, object] = {"type": "object", "required": ["id", "items"], "properties": {
-    "id": {"type": "integer"}, "items": {"type": "array", "items": ITEM}}}  # fmt: skip
+ITEM: dict[str, object] = {
+    "type": "object",
+    "required": ["name", "price"],
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "price": {"type": "number"},
+        "tags": {"type": "array", "items": {"enum": ["new", "used", "large", "small"]}},
+    },
+}
+SCHEMA: dict[str, object] = {
+    "type": "object",
+    "required": ["id", "items"],
+    "properties": {"id": {"type": "integer"}, "items": {"type": "array", "items": ITEM}},
+}
 ITEMS = [{"name": f"a garden chair {i}", "price": 12.5 + i, "tags": ["new"]} for i in range(20)]
 DOCUMENT = json.dumps({"id": 7, "items": ITEMS})
 

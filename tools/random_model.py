@@ -38,13 +38,19 @@ def write_model(folder: Path, shape: Shape, device: torch.device) -> None:
     if folder.exists():
         raise ConfigError(f"{folder} exists already: name a new folder")
     config = Qwen3Config(
-        vocab_size=shape.vocab_size, hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size, num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads, num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim, max_position_embeddings=MAX_POSITIONS,
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=MAX_POSITIONS,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        tie_word_embeddings=shape.is_tied, eos_token_id=END_ID, initializer_range=WEIGHT_SCALE,
-    )  # fmt: skip
+        tie_word_embeddings=shape.is_tied,
+        eos_token_id=END_ID,
+        initializer_range=WEIGHT_SCALE,
+    )
     torch.manual_seed(0)
     with device:
         model = Qwen3ForCausalLM(config)
@@ -52,9 +58,11 @@ def write_model(folder: Path, shape: Shape, device: torch.device) -> None:
         model.model.embed_tokens.weight *= EMBEDDING_SCALE / WEIGHT_SCALE
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer_config = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END,
-        "model_max_length": MAX_POSITIONS, "chat_template": CHAT_TEMPLATE,
-    }  # fmt: skip
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END,
+        "model_max_length": MAX_POSITIONS,
+        "chat_template": CHAT_TEMPLATE,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=2) + "\n")
     tokenizer(shape.vocab_size).save(str(folder / "tokenizer.json"))
 
@@ -84,16 +92,19 @@ def in_four_bits(folder: Path) -> None:
         numbers = (groups / scales.float()[..., None]).round().clamp(-8, 7).int() + 8
         parts = numbers.view(len(weight), -1, 8) << torch.arange(0, 32, 4, dtype=torch.int32)
         found |= {
-            f"{name}_packed": parts.sum(2, dtype=torch.int32), f"{name}_scale": scales,
+            f"{name}_packed": parts.sum(2, dtype=torch.int32),
+            f"{name}_scale": scales,
             f"{name}_shape": torch.tensor(weight.shape),
-        }  # fmt: skip
+        }
     save_file(found, file, metadata={"format": "pt"})
     how = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {
-        "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "ignore": ["lm_head"],
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": how}},
-    }  # fmt: skip
+    }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

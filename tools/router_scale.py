@@ -74,11 +74,16 @@ class Scene:
         rate = seen.num_ended / seen.seconds
         per_stream = (sum(rss) - sum(before)) / crowd.num / 1024 if crowd.num else 0.0
         return RouterFigures(
-            load, crowd, seen, len(self._routers),
+            load,
+            crowd,
+            seen,
+            len(self._routers),
             [round(one / passed_s, 4) for one in used],
             sum(used) / passed_s / rate * 1e6 if rate else 0.0,
-            player_s / passed_s, [one / MIB for one in rss], per_stream,
-        )  # fmt: skip
+            player_s / passed_s,
+            [one / MIB for one in rss],
+            per_stream,
+        )
 
     def _seen(self) -> CrowdFigures:
         assert self._player.stdout is not None
@@ -114,12 +119,17 @@ def scene(model: str, num_routers: int) -> Iterator[Scene]:
             config = ClusterConfig(
                 model=ModelConfig(path=str(Path(model).resolve())),
                 router=RouterConfig(
-                    name=f"router-{index}", port=port, shares_port=num_routers > 1,
-                    port_is_held=True, control=control, local_prefill="never", max_inflight=1 << 16,
+                    name=f"router-{index}",
+                    port=port,
+                    shares_port=num_routers > 1,
+                    port_is_held=True,
+                    control=control,
+                    local_prefill="never",
+                    max_inflight=1 << 16,
                     shutdown_timeout_s=0.0,
                 ),
                 log=LogConfig(level="error"),
-            )  # fmt: skip
+            )
             file = Path(folder, f"router-{index}.yaml")
             file.write_text(to_yaml(config))
             command = [sys.executable, "-m", "baton", "router", "--config", str(file)]

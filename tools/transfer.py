@@ -39,8 +39,16 @@ MIB = 1 << 20
 MEMCPY = "memcpy"
 RAW_NIXL = "raw_nixl"
 HEADINGS = (
-    "block KiB", "blocks", "pattern", "way", "GB/s", "p50 ms", "p99 ms", "of memcpy", "of raw NIXL"
-)  # fmt: skip
+    "block KiB",
+    "blocks",
+    "pattern",
+    "way",
+    "GB/s",
+    "p50 ms",
+    "p99 ms",
+    "of memcpy",
+    "of raw NIXL",
+)
 
 Ids = NDArray[np.int32]
 Way = Callable[[Ids, Ids], None]  # copies blocks (remote, local), and returns when they are there
@@ -250,18 +258,30 @@ def _row(kind: Kind, way: str, latencies: Mapping[str, Sequence[float]]) -> Row:
         return round(median(base_s / way_s for base_s, way_s in pairs), 3)
 
     return Row(
-        kind, way, len(ordered), round(kind.read_bytes / p50_s / 1e9, 3), round(1e3 * p50_s, 4),
-        round(1e3 * p99_s, 4), ratio(MEMCPY), ratio(RAW_NIXL) if way == "nixl" else None,
-    )  # fmt: skip
+        kind,
+        way,
+        len(ordered),
+        round(kind.read_bytes / p50_s / 1e9, 3),
+        round(1e3 * p50_s, 4),
+        round(1e3 * p99_s, 4),
+        ratio(MEMCPY),
+        ratio(RAW_NIXL) if way == "nixl" else None,
+    )
 
 
 def _line(row: Row) -> tuple[str, ...]:
     of_raw = "" if row.of_raw_nixl is None else f"{row.of_raw_nixl:.2f}"
     return (
-        str(row.kind.block_bytes >> 10), str(row.kind.num_blocks), row.kind.pattern, row.way,
-        f"{row.gb_per_s:.2f}", f"{row.p50_ms:.3f}", f"{row.p99_ms:.3f}", f"{row.of_memcpy:.2f}",
+        str(row.kind.block_bytes >> 10),
+        str(row.kind.num_blocks),
+        row.kind.pattern,
+        row.way,
+        f"{row.gb_per_s:.2f}",
+        f"{row.p50_ms:.3f}",
+        f"{row.p99_ms:.3f}",
+        f"{row.of_memcpy:.2f}",
         of_raw,
-    )  # fmt: skip
+    )
 
 
 def _print(lines: Iterable[Sequence[str]]) -> None:

@@ -34,8 +34,14 @@ MAX_BODY_BYTES = 1 << 20  # the limit for a response that is not a stream
 NO_SOCKET = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
 # The client sets these fields itself and reads the response accordingly.
 OWN_FIELDS = (
-    "model", "prompt", "messages", "stream", "n", "max_tokens", "max_completion_tokens",
-)  # fmt: skip
+    "model",
+    "prompt",
+    "messages",
+    "stream",
+    "n",
+    "max_tokens",
+    "max_completion_tokens",
+)
 _STREAM = re.compile(rb"\s*(?:data|event|id|retry)?:")
 
 

@@ -29,9 +29,15 @@ PER_REQUEST = ("ttft", "ttft_from_sent", "tpot", "gap_max", "e2e", "ntpot")
 
 # The figures by which runs are compared: these, and rates and shares, of which more is better.
 HEADLINES = (
-    ("ttft", "p50"), ("ttft", "p99"), ("tpot", "p50"), ("tpot", "p99"), ("itl", "p99"),
-    ("gap_max", "p99"), ("e2e", "p50"), ("e2e", "p99"),
-)  # fmt: skip
+    ("ttft", "p50"),
+    ("ttft", "p99"),
+    ("tpot", "p50"),
+    ("tpot", "p99"),
+    ("itl", "p99"),
+    ("gap_max", "p99"),
+    ("e2e", "p50"),
+    ("e2e", "p99"),
+)
 RATES = {"tokens/s": "tokens/s", "goodput": "requests/s", "answered": "share"}
 
 DEFINITIONS: Mapping[str, str] = {

@@ -147,11 +147,16 @@ def _distributions(report: Report) -> Iterator[Chart]:
         each = [(label, np.sort(_times_ms(name, records))) for label, records in found.items()]
         # The share of the times at or below each of them.
         curves = [
-            Curve(label, np.append(x[:1], x), np.linspace(0.0, 1.0, len(x) + 1),
-                  f"c{place}", is_steps=True)
+            Curve(
+                label,
+                np.append(x[:1], x),
+                np.linspace(0.0, 1.0, len(x) + 1),
+                f"c{place}",
+                is_steps=True,
+            )
             for place, (label, x) in enumerate(each)
             if len(x)
-        ]  # fmt: skip
+        ]
         if curves:
             marks = () if bound_ms is None else ((bound_ms, f"bound {bound_ms:g} ms"),)
             caption = f"{name.upper()}: {DEFINITIONS[name]}."
@@ -193,5 +198,12 @@ def _against_rate(report: Report) -> Iterator[Chart]:
         if field == "attainment" and report.target is not None:
             goal = np.full(len(x), report.target)
             curves.append(Curve(f"--attainment {report.target:g}", x, goal, "muted"))
-        yield Chart(f"{title} against rate", DEFINITIONS[field].capitalize(), "offered requests/s",
-                    label, curves, marks, is_share=field == "attainment")  # fmt: skip
+        yield Chart(
+            f"{title} against rate",
+            DEFINITIONS[field].capitalize(),
+            "offered requests/s",
+            label,
+            curves,
+            marks,
+            is_share=field == "attainment",
+        )

@@ -43,11 +43,18 @@ LATENCIES = ("ttft", "tpot", "itl", "gap_max", "e2e", "lag")
 FURTHER_LATENCIES = ("chunk_gap", "ntpot", "ttft_from_sent")
 # Fields of a summary, with their units.
 TOTALS = {
-    "attainment": "share", "goodput": "requests/s", "offered_rate": "requests/s",
-    "answered_rate": "requests/s", "tokens_per_s": "", "num_requests": "",
-    "num_tokens": "", "num_prompt_tokens": "", "cached_share": "share",
-    "tokens_per_chunk": "", "concurrency": "",
-}  # fmt: skip
+    "attainment": "share",
+    "goodput": "requests/s",
+    "offered_rate": "requests/s",
+    "answered_rate": "requests/s",
+    "tokens_per_s": "",
+    "num_requests": "",
+    "num_tokens": "",
+    "num_prompt_tokens": "",
+    "cached_share": "share",
+    "tokens_per_chunk": "",
+    "concurrency": "",
+}
 PERCENTILES = ("mean", "p50", "p90", "p95", "p99", "max")
 MAX_REASONS = 12
 NONE = "–"  # noqa: RUF001 - the dash that a table shows
@@ -89,9 +96,12 @@ def finish(report: Report, folder: str, api_key: str = "") -> int:
 def html(report: Report) -> str:
     """Return the page. Text that came from a server is escaped, so that no browser runs it."""
     pages = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True,
-        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     origin = report.provenance
     facts = [f"baton {origin.revision}", origin.machine.cpu_model, *origin.machine.gpus]
     return pages.get_template("report.html.j2").render(
@@ -189,10 +199,14 @@ def _comparison(report: Report) -> Section:
     first, *others = report.comparison[0].medians
     columns = ["figure", first, *others, *(f"{arm} / {first}" for arm in others), "better"]
     rows = [
-        [row.name, *(quantity(value, row.unit) for value in row.medians.values()),
-         *(_ratio(row, arm) for arm in others), row.better]
+        [
+            row.name,
+            *(quantity(value, row.unit) for value in row.medians.values()),
+            *(_ratio(row, arm) for arm in others),
+            row.better,
+        ]
         for row in report.comparison
-    ]  # fmt: skip
+    ]
     caption = (
         "Medians of the rounds. A ratio is the median of the ratios within each round, with its "
         f"95 % interval; with fewer than {MIN_ROUNDS} rounds it is their range. * no difference "
@@ -274,8 +288,10 @@ def _totals(run: Run) -> Table:
     used = [client.cpu_s / client.wall_s for client in run.clients if client.wall_s > 0]
     rows["busiest client process"] = f"{share(max(used))} of a core" if used else NONE
     rows["window"] = _span(summary.window.start_s, summary.window.end_s, "s")
-    return _pairs("Totals", rows | {"duration": quantity(run.wall_s or None, "s"),
-                                    "started": utc(run.started_at)})  # fmt: skip
+    return _pairs(
+        "Totals",
+        rows | {"duration": quantity(run.wall_s or None, "s"), "started": utc(run.started_at)},
+    )
 
 
 def _reasons(run: Run) -> Table:

@@ -90,16 +90,19 @@ class ClusterArguments(msgspec.Struct, frozen=True):
         bool,
         about(
             "return once the cluster serves; without this flag, `--on local` stays in the "
-            "foreground and ends the cluster with Ctrl-C", kind="switch",
+            "foreground and ends the cluster with Ctrl-C",
+            kind="switch",
         ),
-    ] = False  # fmt: skip
+    ] = False
     timeout: Annotated[
         float,
         about(
             "longest wait until the cluster serves; 0 waits until nothing has made progress for "
-            "node.start_timeout_s of the slowest pool, plus 20 s", "s", ge=0,
+            "node.start_timeout_s of the slowest pool, plus 20 s",
+            "s",
+            ge=0,
         ),
-    ] = 0.0  # fmt: skip
+    ] = 0.0
     json: Annotated[bool, about("print JSON instead of a table", kind="switch")] = False
     url: Annotated[
         tuple[str, ...],

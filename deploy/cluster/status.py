@@ -26,8 +26,17 @@ KEYS = "BATON_ROUTER_API_KEYS"
 # The states of a node at a router, the worst first; "absent" is one that the router does not know.
 STATES = ("lost", "silent", "stuck", "absent", "starting", "degraded", "draining", "ready")
 HEAD = (
-    "process", "role", "host", "state", "running", "waiting", "KV", "handoffs", "", "last end",
-)  # fmt: skip
+    "process",
+    "role",
+    "host",
+    "state",
+    "running",
+    "waiting",
+    "KV",
+    "handoffs",
+    "",
+    "last end",
+)
 
 
 class PairDocument(msgspec.Struct, frozen=True):

@@ -32,8 +32,13 @@ PATHS = "paths"
 POOL = "cache.memory_mib"
 # The settings of a process that its machine's check needs, too.
 SETTINGS = (
-    "model.path", POOL, "transfer.transport", "transfer.device", "keys.file", "keys.insecure",
-)  # fmt: skip
+    "model.path",
+    POOL,
+    "transfer.transport",
+    "transfer.device",
+    "keys.file",
+    "keys.insecure",
+)
 MAX_AT_ONCE = 8
 # The time to start an interpreter on a busy host, beyond the command's own timeout.
 EXTRA_S = 60.0
@@ -190,8 +195,11 @@ def _path(prefill: RemoteHost, decode: RemoteHost, timeout_s: float) -> Finding:
     timeout = ["--timeout", f"{timeout_s:g}"]
     with subprocess.Popen(
         decode.command(["--listen", f"tcp://{bracketed(parse_endpoint(bind).host)}", *timeout]),
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    ) as listener:  # fmt: skip
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as listener:
         try:
             assert listener.stdout is not None
             select.select([listener.stdout], [], [], EXTRA_S)
@@ -224,9 +232,12 @@ def _run(command: Sequence[str], timeout_s: float) -> tuple[str, str]:
     try:
         done = subprocess.run(
             command,
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
             timeout=timeout_s,
-        )  # fmt: skip
+        )
     except subprocess.TimeoutExpired:
         return "", f"no answer within {timeout_s:g} s"
     except OSError as error:

@@ -37,9 +37,11 @@ class DoctorArguments(msgspec.Struct, frozen=True):
         float,
         about(
             f"longest wait for an answer of another host; 0 takes {READ_S:g} s, and with --listen "
-            "no end", "s", ge=0,
+            "no end",
+            "s",
+            ge=0,
         ),
-    ] = 0.0  # fmt: skip
+    ] = 0.0
     via: Annotated[str, about("how to run a command on another host of FILE, as 'ssh {host}'")] = ""
     state: Annotated[
         str,

@@ -236,8 +236,11 @@ def _last_line_of(module: str, *words: str) -> tuple[str, str]:
     try:
         done = subprocess.run(
             [sys.executable, "-m", module, *words],
-            capture_output=True, text=True, check=False, timeout=CHILD_TIMEOUT_S,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=CHILD_TIMEOUT_S,
+        )
     except subprocess.TimeoutExpired:
         return "", f"no answer within {CHILD_TIMEOUT_S:g} s"
     lines = done.stdout.rstrip("\n").splitlines() or [""]

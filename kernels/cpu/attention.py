@@ -114,13 +114,38 @@ def attention(
                     next_tile = _first_tile(items[later + 2], window)
                     next_end = items[later + 1] + items[later + 2]
                 unpack(
-                    keys, values, staging, head_pool, table, tile, end, next_pool, next_table,
-                    next_tile, next_end, block_size, to_values, stride_block, head_dim,
-                )  # fmt: skip
+                    keys,
+                    values,
+                    staging,
+                    head_pool,
+                    table,
+                    tile,
+                    end,
+                    next_pool,
+                    next_table,
+                    next_tile,
+                    next_end,
+                    block_size,
+                    to_values,
+                    stride_block,
+                    head_dim,
+                )
                 attend_tile(
-                    scratch, mixed, keys, values, scores, sums, tops, num_rows, group,
-                    position - tile, window, head_dim, scale, cap,
-                )  # fmt: skip
+                    scratch,
+                    mixed,
+                    keys,
+                    values,
+                    scores,
+                    sums,
+                    tops,
+                    num_rows,
+                    group,
+                    position - tile,
+                    window,
+                    head_dim,
+                    scale,
+                    cap,
+                )
             _give_results(shift(out, at), mixed, sums, num_rows, group, head_dim, step)
 
     return attend
@@ -138,9 +163,16 @@ def address(table: Int32s, key: int, block_size: int, stride_block: int, head_di
 
 @kernel
 def take_queries(
-    queries: Floats, mixed: Floats, sums: Floats, tops: Floats, q: Numbers,
-    num_rows: int, group: int, head_dim: int, step: int,
-) -> None:  # fmt: skip
+    queries: Floats,
+    mixed: Floats,
+    sums: Floats,
+    tops: Floats,
+    q: Numbers,
+    num_rows: int,
+    group: int,
+    head_dim: int,
+    step: int,
+) -> None:
     """Convert the queries to fp32 and clear their sums."""
     width = row_floats(head_dim)
     for row in range(num_rows):
@@ -154,10 +186,22 @@ def take_queries(
 
 @kernel
 def _unpack(
-    keys: Floats, values: Floats, staging: Numbers, pool: Numbers, table: Int32s, first: int,
-    end: int, next_pool: Numbers, next_table: Int32s, next_first: int, next_end: int,
-    block_size: int, to_values: int, stride_block: int, head_dim: int,
-) -> None:  # fmt: skip
+    keys: Floats,
+    values: Floats,
+    staging: Numbers,
+    pool: Numbers,
+    table: Int32s,
+    first: int,
+    end: int,
+    next_pool: Numbers,
+    next_table: Int32s,
+    next_first: int,
+    next_end: int,
+    block_size: int,
+    to_values: int,
+    stride_block: int,
+    head_dim: int,
+) -> None:
     """Unpack a tile at most: keys `first:end` to columns, 16 side by side, and values to rows.
 
     Both are in fp32. Meanwhile the next tile is prefetched one line at a time: a core stalls if it
@@ -202,10 +246,21 @@ def _unpack(
 
 @kernel
 def attend_tile(
-    queries: Floats, mixed: Floats, keys: Floats, values: Floats, scores: Floats, sums: Floats,
-    tops: Floats, num_rows: int, group: int, position: int, window: int, head_dim: int,
-    scale: float, cap: float,
-) -> None:  # fmt: skip
+    queries: Floats,
+    mixed: Floats,
+    keys: Floats,
+    values: Floats,
+    scores: Floats,
+    sums: Floats,
+    tops: Floats,
+    num_rows: int,
+    group: int,
+    position: int,
+    window: int,
+    head_dim: int,
+    scale: float,
+    cap: float,
+) -> None:
     """Add a tile of keys to what the queries have seen; positions count from the tile's start."""
     width = row_floats(head_dim)
     used = -(-head_dim // WIDTH) * WIDTH
@@ -221,9 +276,17 @@ def attend_tile(
         # Strides are constants where possible: numba compiles the product for them, and its
         # addresses fit the registers. With variable strides the product takes twice as long.
         set_product(
-            shift(scores, start), TILE, shift(queries, row * width), width, count,
-            shift(keys, start * width), WIDTH, WIDTH * width, end - start, head_dim,
-        )  # fmt: skip
+            shift(scores, start),
+            TILE,
+            shift(queries, row * width),
+            width,
+            count,
+            shift(keys, start * width),
+            WIDTH,
+            WIDTH * width,
+            end - start,
+            head_dim,
+        )
         factor = np.float32(scale)
         if cap > ZERO:
             soft_cap(0, count, shift(scores, start), TILE, end - start, scale, cap)
@@ -243,21 +306,43 @@ def attend_tile(
             _weigh(of, own_first, own_end, factor, shift(tops, row + i), weights, to, used)
             if not is_alike:
                 add_product(
-                    to, width, shift(of, own_first), TILE, 1,
-                    shift(values, own_first * width), width, WIDTH, used, own_end - own_first,
-                )  # fmt: skip
+                    to,
+                    width,
+                    shift(of, own_first),
+                    TILE,
+                    1,
+                    shift(values, own_first * width),
+                    width,
+                    WIDTH,
+                    used,
+                    own_end - own_first,
+                )
         if is_alike:
             add_product(
-                shift(mixed, row * width), width, shift(scores, first), TILE, count,
-                shift(values, first * width), width, WIDTH, used, end - first,
-            )  # fmt: skip
+                shift(mixed, row * width),
+                width,
+                shift(scores, first),
+                TILE,
+                count,
+                shift(values, first * width),
+                width,
+                WIDTH,
+                used,
+                end - first,
+            )
 
 
 @kernel
 def _weigh(
-    scores: Floats, first: int, end: int, scale: float,
-    top: Floats, sums: Floats, mixed: Floats, width: int,
-) -> None:  # fmt: skip
+    scores: Floats,
+    first: int,
+    end: int,
+    scale: float,
+    top: Floats,
+    sums: Floats,
+    mixed: Floats,
+    width: int,
+) -> None:
     """Turn the scores of the keys `first:end` of a tile into weights relative to the new maximum.
 
     The earlier sums of weights and of weighted values are rescaled to that maximum as well.

@@ -54,8 +54,11 @@ KERNELS = (
     sampling.sample,
 )
 POINTED = {
-    "Doubles": types.float64, "Floats": types.float32, "Int32s": types.int32, "Int64s": types.int64,
-}  # fmt: skip
+    "Doubles": types.float64,
+    "Floats": types.float32,
+    "Int32s": types.int32,
+    "Int64s": types.int64,
+}
 SCALARS = {"int": types.int64, "float": types.float32}
 
 

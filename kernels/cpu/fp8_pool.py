@@ -119,9 +119,12 @@ def _load_codes(
     """Return the first `count` of 16 codes as numbers, times `factor / 256`."""
 
     def emit(
-        builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, count: ir.Value,
+        builder: ir.IRBuilder,
+        pointer: ir.Value,
+        index: ir.Value,
+        count: ir.Value,
         factor: ir.Value,
-    ) -> ir.Value:  # fmt: skip
+    ) -> ir.Value:
         at = place(builder, pointer, index, BYTE)
         name = "llvm.masked.load.v16i8.p0"
         zero = ir.Constant(BYTES, None)
@@ -177,9 +180,15 @@ def store_fp8(
 
 @inlined
 def _prefetch_rows(
-    pool: Pooled, table: Int32s, key: int, end: int, block_size: int, to_values: int,
-    stride_block: int, head_dim: int,
-) -> None:  # fmt: skip
+    pool: Pooled,
+    table: Int32s,
+    key: int,
+    end: int,
+    block_size: int,
+    to_values: int,
+    stride_block: int,
+    head_dim: int,
+) -> None:
     """Begin to load 16 rows of keys and of values, which one block holds."""
     if key < end and block_size % WIDTH == 0:
         at = table[key // block_size] * stride_block + key % block_size * head_dim
@@ -190,19 +199,37 @@ def _prefetch_rows(
 
 @kernel
 def _unpack(
-    keys: Floats, values: Floats, staging: Numbers, pool: Pooled, table: Int32s, first: int,
-    end: int, next_pool: Pooled, next_table: Int32s, next_first: int, next_end: int,
-    block_size: int, to_values: int, stride_block: int, head_dim: int,
-) -> None:  # fmt: skip
+    keys: Floats,
+    values: Floats,
+    staging: Numbers,
+    pool: Pooled,
+    table: Int32s,
+    first: int,
+    end: int,
+    next_pool: Pooled,
+    next_table: Int32s,
+    next_first: int,
+    next_end: int,
+    block_size: int,
+    to_values: int,
+    stride_block: int,
+    head_dim: int,
+) -> None:
     """Do what `attention._unpack` does."""
     width = row_floats(head_dim)
     exponents = block_size * head_dim
     line = per_line(staging)
     for key in range(first, min(first + TILE, end), WIDTH):
         _prefetch_rows(
-            next_pool, next_table, next_first + key - first, next_end, block_size, to_values,
-            stride_block, head_dim,
-        )  # fmt: skip
+            next_pool,
+            next_table,
+            next_first + key - first,
+            next_end,
+            block_size,
+            to_values,
+            stride_block,
+            head_dim,
+        )
         for i in range(min(WIDTH, end - key)):
             tile = shift(pool, table[(key + i) // block_size] * stride_block)
             slot = (key + i) % block_size
@@ -223,10 +250,22 @@ def _unpack(
 
 @kernel
 def _unpack_pairs(
-    keys: Floats, values: Floats, staging: Numbers, pool: Pooled, table: Int32s, first: int,
-    end: int, next_pool: Pooled, next_table: Int32s, next_first: int, next_end: int,
-    block_size: int, to_values: int, stride_block: int, head_dim: int,
-) -> None:  # fmt: skip
+    keys: Floats,
+    values: Floats,
+    staging: Numbers,
+    pool: Pooled,
+    table: Int32s,
+    first: int,
+    end: int,
+    next_pool: Pooled,
+    next_table: Int32s,
+    next_first: int,
+    next_end: int,
+    block_size: int,
+    to_values: int,
+    stride_block: int,
+    head_dim: int,
+) -> None:
     """Do what `cpu_pair_attention._unpack` does."""
     width = row_floats(head_dim)
     exponents = block_size * head_dim
@@ -234,9 +273,15 @@ def _unpack_pairs(
     for key in range(first, min(first + TILE, end), WIDTH):
         count = min(WIDTH, end - key)
         _prefetch_rows(
-            next_pool, next_table, next_first + key - first, next_end, block_size, to_values,
-            stride_block, head_dim,
-        )  # fmt: skip
+            next_pool,
+            next_table,
+            next_first + key - first,
+            next_end,
+            block_size,
+            to_values,
+            stride_block,
+            head_dim,
+        )
         for i in range(count):
             tile = shift(pool, table[(key + i) // block_size] * stride_block)
             slot = (key + i) % block_size

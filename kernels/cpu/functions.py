@@ -150,11 +150,21 @@ class CpuKernels:
         if self._scratch.nbytes < size * (len(work.cuts) - 1):
             self._scratch = torch.empty(size // 4 * (len(work.cuts) - 1))
         arguments = (
-            q.data_ptr(), self._layers[layer], *work.addresses, self.kv_heads, self.group,
-            self.head_dim, self.block_size, (self.planes - 1) * self._pool.stride(3),
-            *self._strides, window or NO_WINDOW, *in_powers_of_2(scale, softcap),
-            0 if in_base_2 is None else in_base_2.data_ptr(), in_base_2 is not None, out.data_ptr(),
-        )  # fmt: skip
+            q.data_ptr(),
+            self._layers[layer],
+            *work.addresses,
+            self.kv_heads,
+            self.group,
+            self.head_dim,
+            self.block_size,
+            (self.planes - 1) * self._pool.stride(3),
+            *self._strides,
+            window or NO_WINDOW,
+            *in_powers_of_2(scale, softcap),
+            0 if in_base_2 is None else in_base_2.data_ptr(),
+            in_base_2 is not None,
+            out.data_ptr(),
+        )
         scratch = range(self._scratch.data_ptr(), 1 << 64, size)
         slices = [
             (first, end, scratch[i], scratch[i] + self._staging_bytes, *arguments)
@@ -189,19 +199,37 @@ class CpuKernels:
             target = rows.data_ptr(), 1, rows.stride(0), rows.stride(1)
             slots, own_slots = torch.arange(num_tokens), slots
         self._run_rows(
-            "rope_and_store", num_tokens, qkv.shape[1],
-            qkv.data_ptr(), self.num_heads, self.kv_heads if are_stored else 0, self.planes,
-            self.head_dim, self.head_dim - cos_sin.shape[1], positions.data_ptr(),
-            cos_sin.data_ptr(), slots.data_ptr(),
-            0 if head_norms is None else head_norms.data_ptr(), head_norms is not None, eps,
-            *target, q.data_ptr(),
-        )  # fmt: skip
+            "rope_and_store",
+            num_tokens,
+            qkv.shape[1],
+            qkv.data_ptr(),
+            self.num_heads,
+            self.kv_heads if are_stored else 0,
+            self.planes,
+            self.head_dim,
+            self.head_dim - cos_sin.shape[1],
+            positions.data_ptr(),
+            cos_sin.data_ptr(),
+            slots.data_ptr(),
+            0 if head_norms is None else head_norms.data_ptr(),
+            head_norms is not None,
+            eps,
+            *target,
+            q.data_ptr(),
+        )
         if self._is_fp8 and are_stored:
             self._run_rows(
-                "store_fp8", num_tokens, 2 * self.kv_heads * self.head_dim,
-                rows.data_ptr(), self.kv_heads, self.head_dim, own_slots.data_ptr(),
-                self._layers[layer], self.block_size, *self._strides,
-            )  # fmt: skip
+                "store_fp8",
+                num_tokens,
+                2 * self.kv_heads * self.head_dim,
+                rows.data_ptr(),
+                self.kv_heads,
+                self.head_dim,
+                own_slots.data_ptr(),
+                self._layers[layer],
+                self.block_size,
+                *self._strides,
+            )
         return q
 
     def add_rms_norm(
@@ -218,11 +246,19 @@ class CpuKernels:
         normed = x.new_empty(num_rows, hidden)
         stream = x if residual is None else x.new_empty(num_rows, hidden)
         self._run_rows(
-            "add_rms_norm", num_rows, hidden,
-            x.data_ptr(), x.stride(0), 0 if residual is None else residual.data_ptr(),
-            residual is not None, weight.data_ptr(), eps, hidden, normed.data_ptr(),
+            "add_rms_norm",
+            num_rows,
+            hidden,
+            x.data_ptr(),
+            x.stride(0),
+            0 if residual is None else residual.data_ptr(),
+            residual is not None,
+            weight.data_ptr(),
+            eps,
+            hidden,
+            normed.data_ptr(),
             stream.data_ptr(),
-        )  # fmt: skip
+        )
         return normed, stream
 
     def gate_mul(self, gate_up: Tensor, gate: Gate = SILU) -> Tensor:
@@ -231,9 +267,17 @@ class CpuKernels:
         num_rows, width = gate_up.shape
         out = gate_up.new_empty(num_rows, width // 2)
         self._run_rows(
-            "gate_mul", num_rows, width // 2, gate_up.data_ptr(), width // 2,
-            -LOG2_E * gate.slope, -LOG2_E * gate.cubic, gate.limit, gate.offset, out.data_ptr(),
-        )  # fmt: skip
+            "gate_mul",
+            num_rows,
+            width // 2,
+            gate_up.data_ptr(),
+            width // 2,
+            -LOG2_E * gate.slope,
+            -LOG2_E * gate.cubic,
+            gate.limit,
+            gate.offset,
+            out.data_ptr(),
+        )
         return out
 
     def sigmoid_mul(self, x: Tensor, gates: Tensor) -> Tensor:
@@ -243,9 +287,15 @@ class CpuKernels:
         num_rows, count = x.shape
         out = torch.empty_like(x)
         self._run_rows(
-            "sigmoid_mul", num_rows, count, x.data_ptr(), gates.data_ptr(), gates.stride(0), count,
+            "sigmoid_mul",
+            num_rows,
+            count,
+            x.data_ptr(),
+            gates.data_ptr(),
+            gates.stride(0),
+            count,
             out.data_ptr(),
-        )  # fmt: skip
+        )
         return out
 
     def soft_cap(self, x: Tensor, softcap: float) -> None:
@@ -310,8 +360,12 @@ class CpuLinears:
         slices = self._slices(num_rows, len(layer.panels), outputs * inputs)
         memory = torch.empty(len(slices), SCRATCH)
         arguments = (
-            x.data_ptr(), *layer.arguments, inputs // 2, outputs, out.data_ptr(),
-        )  # fmt: skip
+            x.data_ptr(),
+            *layer.arguments,
+            inputs // 2,
+            outputs,
+            out.data_ptr(),
+        )
         calls = [(*part, memory[i].data_ptr(), *arguments) for i, part in enumerate(slices)]
         self._threads.run(self._library.kernels[layer.kernel], calls)
         return out
@@ -339,9 +393,17 @@ class CpuLinears:
         def compute(first_panel: int, last_panel: int, sums: int) -> None:
             for first, end, weight in groups:
                 kernel(
-                    first, end, first_panel, last_panel, sums, addresses[0], *weight, inputs // 2,
-                    outputs, addresses[1],
-                )  # fmt: skip
+                    first,
+                    end,
+                    first_panel,
+                    last_panel,
+                    sums,
+                    addresses[0],
+                    *weight,
+                    inputs // 2,
+                    outputs,
+                    addresses[1],
+                )
 
         parts = [(*part, memory[i].data_ptr()) for i, part in enumerate(pairwise(cuts))]
         self._threads.run(compute, parts)
@@ -393,16 +455,29 @@ class CpuLinears:
         rounded = torch.empty(num_rows, inputs, dtype=torch.int8)
         row_scales = torch.empty(num_rows)
         run_over_rows(
-            self._threads, self._library.kernels["round_rows"], num_rows, inputs, x.data_ptr(),
-            inputs, rounded.data_ptr(), row_scales.data_ptr(),
-        )  # fmt: skip
+            self._threads,
+            self._library.kernels["round_rows"],
+            num_rows,
+            inputs,
+            x.data_ptr(),
+            inputs,
+            rounded.data_ptr(),
+            row_scales.data_ptr(),
+        )
         slices = self._slices(num_rows, len(panels), 2 * panels.numel())
         memory = torch.empty(len(slices), SHEET * PANEL)
         arguments = (
-            rounded.data_ptr(), row_scales.data_ptr(), panels.data_ptr(), layer.scales.data_ptr(),
-            layer.offsets.data_ptr(), 0 if bias is None else bias.data_ptr(), bias is not None,
-            panels.shape[1], layer.outputs, out.data_ptr(),
-        )  # fmt: skip
+            rounded.data_ptr(),
+            row_scales.data_ptr(),
+            panels.data_ptr(),
+            layer.scales.data_ptr(),
+            layer.offsets.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            bias is not None,
+            panels.shape[1],
+            layer.outputs,
+            out.data_ptr(),
+        )
         calls = [(*part, memory[i].data_ptr(), *arguments) for i, part in enumerate(slices)]
         self._threads.run(self._library.kernels["multiply_bytes"], calls)
         return out
@@ -485,8 +560,12 @@ class CpuSampler:
         if len(self._scratch) < count * floats:
             self._scratch = torch.empty(count * floats)
         arguments = (
-            logits.data_ptr(), vocab, ints.ctypes.data, reals.ctypes.data, tokens.ctypes.data,
-        )  # fmt: skip
+            logits.data_ptr(),
+            vocab,
+            ints.ctypes.data,
+            reals.ctypes.data,
+            tokens.ctypes.data,
+        )
         cuts = [num_rows * i // count for i in range(count + 1)]
         sums = range(self._scratch.data_ptr(), 1 << 64, 4 * floats)
         slices = [

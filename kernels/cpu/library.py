@@ -24,10 +24,21 @@ from baton.runtime.private_cache import cache_folder, check_owner, lock, make_pr
 
 LOCK_WAIT_S = 60.0
 SOURCES = (
-    "attention.py", "int8_products.py", "compile.py", "fp8_pool.py", "narrow_products.py",
-    "pair_attention.py", "pairs.py", "products.py", "rows.py", "sampling.py",
-    "sparse/kernels.py", "states/kernels.py", "vectors.py", "../constants.py",
-)  # fmt: skip
+    "attention.py",
+    "int8_products.py",
+    "compile.py",
+    "fp8_pool.py",
+    "narrow_products.py",
+    "pair_attention.py",
+    "pairs.py",
+    "products.py",
+    "rows.py",
+    "sampling.py",
+    "sparse/kernels.py",
+    "states/kernels.py",
+    "vectors.py",
+    "../constants.py",
+)
 CTYPES = {"pointer": ctypes.c_void_p, "int": ctypes.c_int64, "float": ctypes.c_float}
 
 CompileProgress = Callable[[int, int], None]

@@ -53,15 +53,25 @@ AHEAD = 512  # words of codes that are on their way to the cache
 
 @intrinsic
 def _widen(
-    context: object, tile: types.Type, at: types.Type, codes: types.Type, index: types.Type,
-    zeros: types.Type, zero_at: types.Type,
-) -> object:  # fmt: skip
+    context: object,
+    tile: types.Type,
+    at: types.Type,
+    codes: types.Type,
+    index: types.Type,
+    zeros: types.Type,
+    zero_at: types.Type,
+) -> object:
     """Widen 16 words, each of four pairs of inputs of an output."""
 
     def emit(
-        builder: ir.IRBuilder, tile: ir.Value, at: ir.Value, codes: ir.Value, index: ir.Value,
-        zeros: ir.Value, zero_at: ir.Value,
-    ) -> ir.Value:  # fmt: skip
+        builder: ir.IRBuilder,
+        tile: ir.Value,
+        at: ir.Value,
+        codes: ir.Value,
+        index: ir.Value,
+        zeros: ir.Value,
+        zero_at: ir.Value,
+    ) -> ir.Value:
         words = builder.load(place(builder, codes, index, INT32), align=4, typ=ROWS)
         zero = builder.load(place(builder, zeros, zero_at, INT32), align=4, typ=ROWS)
         for pair in range(4):

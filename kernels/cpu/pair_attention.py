@@ -40,9 +40,16 @@ LINE = 2 * WIDTH  # bf16 numbers in 64 bytes
 
 @kernel
 def take_queries(
-    queries: Floats, mixed: Floats, sums: Floats, tops: Floats, q: Numbers,
-    num_rows: int, group: int, head_dim: int, step: int,
-) -> None:  # fmt: skip
+    queries: Floats,
+    mixed: Floats,
+    sums: Floats,
+    tops: Floats,
+    q: Numbers,
+    num_rows: int,
+    group: int,
+    head_dim: int,
+    step: int,
+) -> None:
     """Copy the queries side by side and clear their sums."""
     width = row_floats(head_dim)
     copies = as_halves(queries)
@@ -58,10 +65,22 @@ def take_queries(
 
 @kernel
 def _unpack(
-    keys: Floats, values: Floats, staging: Numbers, pool: Numbers, table: Int32s, first: int,
-    end: int, next_pool: Numbers, next_table: Int32s, next_first: int, next_end: int,
-    block_size: int, to_values: int, stride_block: int, head_dim: int,
-) -> None:  # fmt: skip
+    keys: Floats,
+    values: Floats,
+    staging: Numbers,
+    pool: Numbers,
+    table: Int32s,
+    first: int,
+    end: int,
+    next_pool: Numbers,
+    next_table: Int32s,
+    next_first: int,
+    next_end: int,
+    block_size: int,
+    to_values: int,
+    stride_block: int,
+    head_dim: int,
+) -> None:
     """Unpack the keys `first:end`, a tile at most, to columns of words, 16 side by side.
 
     Their values become rows of words, one row for two keys. Meanwhile the next tile is prefetched.
@@ -105,10 +124,21 @@ def _unpack(
 
 @kernel
 def attend_tile(
-    queries: Floats, mixed: Floats, keys: Floats, values: Floats, scores: Floats, sums: Floats,
-    tops: Floats, num_rows: int, group: int, position: int, window: int, head_dim: int,
-    scale: float, cap: float,
-) -> None:  # fmt: skip
+    queries: Floats,
+    mixed: Floats,
+    keys: Floats,
+    values: Floats,
+    scores: Floats,
+    sums: Floats,
+    tops: Floats,
+    num_rows: int,
+    group: int,
+    position: int,
+    window: int,
+    head_dim: int,
+    scale: float,
+    cap: float,
+) -> None:
     """Add a tile of keys to what the queries have seen; positions count from the tile's start."""
     width = row_floats(head_dim)
     used = -(-head_dim // WIDTH) * WIDTH
@@ -123,9 +153,17 @@ def attend_tile(
             continue
         start = first // WIDTH * WIDTH
         set_product(
-            shift(scores, start), TILE, shift(as_words(queries), row * pairs), pairs, count,
-            shift(as_words(keys), start * pairs), WIDTH, WIDTH * pairs, end - start, head_dim // 2,
-        )  # fmt: skip
+            shift(scores, start),
+            TILE,
+            shift(as_words(queries), row * pairs),
+            pairs,
+            count,
+            shift(as_words(keys), start * pairs),
+            WIDTH,
+            WIDTH * pairs,
+            end - start,
+            head_dim // 2,
+        )
         factor = np.float32(scale)
         if cap > ZERO:
             soft_cap(0, count, shift(scores, start), TILE, end - start, scale, cap)
@@ -146,17 +184,30 @@ def attend_tile(
             weights = shift(sums, (row + i) * WIDTH)
             _weigh(of, start, end, factor, shift(tops, row + i), weights, to, used)
         add_product(
-            shift(mixed, row * width), width, shift(as_words(scores), start // 2), TILE, count,
-            shift(as_words(values), start // 2 * width), width, WIDTH, used,
+            shift(mixed, row * width),
+            width,
+            shift(as_words(scores), start // 2),
+            TILE,
+            count,
+            shift(as_words(values), start // 2 * width),
+            width,
+            WIDTH,
+            used,
             (end + 1) // 2 - start // 2,
-        )  # fmt: skip
+        )
 
 
 @kernel
 def _weigh(
-    scores: Floats, start: int, end: int, scale: float,
-    top: Floats, sums: Floats, mixed: Floats, width: int,
-) -> None:  # fmt: skip
+    scores: Floats,
+    start: int,
+    end: int,
+    scale: float,
+    top: Floats,
+    sums: Floats,
+    mixed: Floats,
+    width: int,
+) -> None:
     """Turn the scores of the keys `start:end` into bf16 weights relative to the new maximum.
 
     The earlier sums of weights and of weighted values are rescaled to that maximum as well.

@@ -106,18 +106,26 @@ def store_halves(
 
 @intrinsic
 def interleave(
-    context: object, target: types.Type, rows: types.Type, index: types.Type,
-    stride: types.Type, count: types.Type,
-) -> object:  # fmt: skip
+    context: object,
+    target: types.Type,
+    rows: types.Type,
+    index: types.Type,
+    stride: types.Type,
+    count: types.Type,
+) -> object:
     """Make 32 words of the 64 bytes from `index` on of two rows, `stride` apart.
 
     Where `count` is 1, zeros take the place of the second row.
     """
 
     def emit(
-        builder: ir.IRBuilder, target: ir.Value, rows: ir.Value, index: ir.Value,
-        stride: ir.Value, count: ir.Value,
-    ) -> ir.Value:  # fmt: skip
+        builder: ir.IRBuilder,
+        target: ir.Value,
+        rows: ir.Value,
+        index: ir.Value,
+        stride: ir.Value,
+        count: ir.Value,
+    ) -> ir.Value:
         first = builder.load(place(builder, rows, index, HALF), align=2, typ=ROWS)
         at = place(builder, rows, builder.add(index, stride), HALF)
         second = builder.load(at, align=2, typ=ROWS)

@@ -80,10 +80,17 @@ def _strip(num_rows: int, num_vectors: int, *, is_fresh: bool) -> Callable[..., 
     """Add a product of `num_rows` rows and `16 * num_vectors` columns, to zeros if it is fresh."""
 
     def emit(
-        builder: ir.IRBuilder, terms: Terms,
-        sums: ir.Value, sum_stride: ir.Value, rows: ir.Value, row_stride: ir.Value,
-        columns: ir.Value, column_stride: ir.Value, vector_stride: ir.Value, depth: ir.Value,
-    ) -> ir.Value:  # fmt: skip
+        builder: ir.IRBuilder,
+        terms: Terms,
+        sums: ir.Value,
+        sum_stride: ir.Value,
+        rows: ir.Value,
+        row_stride: ir.Value,
+        columns: ir.Value,
+        column_stride: ir.Value,
+        vector_stride: ir.Value,
+        depth: ir.Value,
+    ) -> ir.Value:
         held = {}
         for row in range(num_rows):
             for vector in range(num_vectors):
@@ -117,10 +124,15 @@ def _strip(num_rows: int, num_vectors: int, *, is_fresh: bool) -> Callable[..., 
     @intrinsic
     def add(
         context: object,
-        sums: types.Type, sum_stride: types.Type, rows: types.Type, row_stride: types.Type,
-        columns: types.Type, column_stride: types.Type, vector_stride: types.Type,
+        sums: types.Type,
+        sum_stride: types.Type,
+        rows: types.Type,
+        row_stride: types.Type,
+        columns: types.Type,
+        column_stride: types.Type,
+        vector_stride: types.Type,
         depth: types.Type,
-    ) -> object:  # fmt: skip
+    ) -> object:
         n = types.int64
         terms = TERMS[element_of(sums), element_of(rows)]
         signature = types.none(sums, n, rows, n, columns, n, n, n)
@@ -137,21 +149,40 @@ def _product(num_rows: int, *, is_fresh: bool) -> Callable[..., None]:
 
     @kernel
     def add(
-        sums: Floats, sum_stride: int, rows: Factors, row_stride: int,
-        columns: Factors, column_stride: int, vector_stride: int, num_columns: int, depth: int,
-    ) -> None:  # fmt: skip
+        sums: Floats,
+        sum_stride: int,
+        rows: Factors,
+        row_stride: int,
+        columns: Factors,
+        column_stride: int,
+        vector_stride: int,
+        num_columns: int,
+        depth: int,
+    ) -> None:
         done = 0
         while num_columns - done >= num_vectors * WIDTH:
             wide(
-                shift(sums, done), sum_stride, rows, row_stride,
-                shift(columns, done // WIDTH * vector_stride), column_stride, vector_stride, depth,
-            )  # fmt: skip
+                shift(sums, done),
+                sum_stride,
+                rows,
+                row_stride,
+                shift(columns, done // WIDTH * vector_stride),
+                column_stride,
+                vector_stride,
+                depth,
+            )
             done += num_vectors * WIDTH
         while done < num_columns:
             narrow(
-                shift(sums, done), sum_stride, rows, row_stride,
-                shift(columns, done // WIDTH * vector_stride), column_stride, vector_stride, depth,
-            )  # fmt: skip
+                shift(sums, done),
+                sum_stride,
+                rows,
+                row_stride,
+                shift(columns, done // WIDTH * vector_stride),
+                column_stride,
+                vector_stride,
+                depth,
+            )
             done += WIDTH
 
     return add
@@ -163,9 +194,17 @@ def _any_rows(*, is_fresh: bool) -> Callable[..., None]:
 
     @kernel
     def add(
-        sums: Floats, sum_stride: int, rows: Factors, row_stride: int, num_rows: int,
-        columns: Factors, column_stride: int, vector_stride: int, num_columns: int, depth: int,
-    ) -> None:  # fmt: skip
+        sums: Floats,
+        sum_stride: int,
+        rows: Factors,
+        row_stride: int,
+        num_rows: int,
+        columns: Factors,
+        column_stride: int,
+        vector_stride: int,
+        num_columns: int,
+        depth: int,
+    ) -> None:
         row = 0
         while row < num_rows:
             to = shift(sums, row * sum_stride)
@@ -173,27 +212,55 @@ def _any_rows(*, is_fresh: bool) -> Callable[..., None]:
             left = num_rows - row
             if left >= MAX_STRIP:
                 six(
-                    to, sum_stride, of, row_stride, columns, column_stride, vector_stride,
-                    num_columns, depth,
-                )  # fmt: skip
+                    to,
+                    sum_stride,
+                    of,
+                    row_stride,
+                    columns,
+                    column_stride,
+                    vector_stride,
+                    num_columns,
+                    depth,
+                )
                 row += MAX_STRIP
             elif left >= 4:
                 four(
-                    to, sum_stride, of, row_stride, columns, column_stride, vector_stride,
-                    num_columns, depth,
-                )  # fmt: skip
+                    to,
+                    sum_stride,
+                    of,
+                    row_stride,
+                    columns,
+                    column_stride,
+                    vector_stride,
+                    num_columns,
+                    depth,
+                )
                 row += 4
             elif left >= 2:
                 two(
-                    to, sum_stride, of, row_stride, columns, column_stride, vector_stride,
-                    num_columns, depth,
-                )  # fmt: skip
+                    to,
+                    sum_stride,
+                    of,
+                    row_stride,
+                    columns,
+                    column_stride,
+                    vector_stride,
+                    num_columns,
+                    depth,
+                )
                 row += 2
             else:
                 one(
-                    to, sum_stride, of, row_stride, columns, column_stride, vector_stride,
-                    num_columns, depth,
-                )  # fmt: skip
+                    to,
+                    sum_stride,
+                    of,
+                    row_stride,
+                    columns,
+                    column_stride,
+                    vector_stride,
+                    num_columns,
+                    depth,
+                )
                 row += 1
 
     return add
@@ -335,9 +402,15 @@ def set_sums(sums: Sums, x: Int32s, count: int, panel: Int32s, words: int) -> No
 
 @kernel
 def give_results(
-    sums: Floats, count: int, bias: Numbers, has_bias: int, first: int, outputs: int,
-    out: Numbers, top: int,
-) -> None:  # fmt: skip
+    sums: Floats,
+    count: int,
+    bias: Numbers,
+    has_bias: int,
+    first: int,
+    outputs: int,
+    out: Numbers,
+    top: int,
+) -> None:
     """Round the sums of a panel and of `count` rows, with the bias, to bf16."""
     for row in range(count):
         at = (top + row) * outputs

@@ -121,8 +121,9 @@ def gate_mul(
                 up = load(gate_up, ups + i)
             else:
                 gate, up = (
-                    load_first(gate_up, gates + i, count), load_first(gate_up, ups + i, count)
-                )  # fmt: skip
+                    load_first(gate_up, gates + i, count),
+                    load_first(gate_up, ups + i, count),
+                )
             if is_clamped:
                 gate = smaller(every(limit), gate)
                 up = larger(every(-limit), smaller(every(limit), up)) + every(offset)

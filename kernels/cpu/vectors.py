@@ -236,9 +236,12 @@ def below(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
 
 def element_of(pointer: types.Type) -> ir.Type:
     return {
-        types.float32: FLOAT, types.uint8: BYTE, types.uint16: HALF, types.int32: INT32,
+        types.float32: FLOAT,
+        types.uint8: BYTE,
+        types.uint16: HALF,
+        types.int32: INT32,
         types.int64: INT64,
-    }[pointer.dtype]  # fmt: skip
+    }[pointer.dtype]
 
 
 def place(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, element: ir.Type) -> ir.Value:

@@ -84,22 +84,57 @@ def paged_decode_attention(
     counts = q.new_empty(batch, dtype=torch.int32)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     _split_kernel[(programs,)](
-        q, pool, block_tables, context_lens, partial, sums, counts, out,
-        batch, num_splits, layer * pool.stride(2), scale_log2, cap_log2 or None,
-        window or NO_WINDOW, sinks,
-        q.stride(0), pool.stride(0), pool.stride(1), block_tables.stride(0),
-        KV_HEADS=kv_heads, GROUP=num_heads // kv_heads, HEAD_DIM=head_dim, DIM=padded(head_dim),
-        ROWS=rows, BLOCK_SIZE=block_size, KEYS=tiles.keys, SPLIT=split, MAX_BATCH=MAX_BATCH,
-        ORDERED=ordered, UPCAST=interpreted(),
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=True,
+        q,
+        pool,
+        block_tables,
+        context_lens,
+        partial,
+        sums,
+        counts,
+        out,
+        batch,
+        num_splits,
+        layer * pool.stride(2),
+        scale_log2,
+        cap_log2 or None,
+        window or NO_WINDOW,
+        sinks,
+        q.stride(0),
+        pool.stride(0),
+        pool.stride(1),
+        block_tables.stride(0),
+        KV_HEADS=kv_heads,
+        GROUP=num_heads // kv_heads,
+        HEAD_DIM=head_dim,
+        DIM=padded(head_dim),
+        ROWS=rows,
+        BLOCK_SIZE=block_size,
+        KEYS=tiles.keys,
+        SPLIT=split,
+        MAX_BATCH=MAX_BATCH,
+        ORDERED=ordered,
+        UPCAST=interpreted(),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        enable_fp_fusion=True,
         maxnreg=tiles.max_registers if NEEDS_LIMIT and rows == 16 else None,
-    )  # fmt: skip
+    )
     if num_splits > 1:
         _combine_kernel[(batch, num_heads)](
-            partial, sums, counts, out, sinks, num_splits,
-            HEAD_DIM=head_dim, DIM=padded(head_dim), MAX_SPLITS=MAX_SPLITS, ORDERED=ordered,
-            num_warps=4, num_stages=1, enable_fp_fusion=True,
-        )  # fmt: skip
+            partial,
+            sums,
+            counts,
+            out,
+            sinks,
+            num_splits,
+            HEAD_DIM=head_dim,
+            DIM=padded(head_dim),
+            MAX_SPLITS=MAX_SPLITS,
+            ORDERED=ordered,
+            num_warps=4,
+            num_stages=1,
+            enable_fp_fusion=True,
+        )
     return out
 
 
@@ -226,10 +261,23 @@ def _split_kernel(
 
         # Skip the tiles before the window, which would change nothing.
         m, total, acc = _attend(
-            q, kv_ptr, table, tl.maximum(start, first_key // KEYS * KEYS), end, first_key,
-            scale_log2, cap_log2, stride_block, HEAD_DIM, DIM, ROWS, BLOCK_SIZE, KEYS, ORDERED,
+            q,
+            kv_ptr,
+            table,
+            tl.maximum(start, first_key // KEYS * KEYS),
+            end,
+            first_key,
+            scale_log2,
+            cap_log2,
+            stride_block,
+            HEAD_DIM,
+            DIM,
+            ROWS,
+            BLOCK_SIZE,
+            KEYS,
+            ORDERED,
             UPCAST,
-        )  # fmt: skip
+        )
         line = sequence.to(tl.int64) * KV_HEADS * GROUP + heads
         live = own[:, None] & (d < HEAD_DIM)[None, :]
         if context_len - begin <= size:
@@ -276,13 +324,33 @@ def _attend(
     for tile_start in range(start, end, KEYS):
         n = tile_start + tl.arange(0, KEYS)
         k = load_kv(
-            kv_ptr, blocks, tile_start, n < end, q, stride_block, False, HEAD_DIM, DIM, BLOCK_SIZE,
-            KEYS, True,
-        )  # fmt: skip
+            kv_ptr,
+            blocks,
+            tile_start,
+            n < end,
+            q,
+            stride_block,
+            False,
+            HEAD_DIM,
+            DIM,
+            BLOCK_SIZE,
+            KEYS,
+            True,
+        )
         v = load_kv(
-            kv_ptr, blocks, tile_start, n < end, q, stride_block, True, HEAD_DIM, DIM, BLOCK_SIZE,
-            KEYS, True,
-        )  # fmt: skip
+            kv_ptr,
+            blocks,
+            tile_start,
+            n < end,
+            q,
+            stride_block,
+            True,
+            HEAD_DIM,
+            DIM,
+            BLOCK_SIZE,
+            KEYS,
+            True,
+        )
         blocks = load_blocks(table, tile_start + KEYS, end, BLOCK_SIZE, KEYS)
         visible = ((n >= first_key) & (n < end))[None, :]
         m, norm, acc = fold(
@@ -320,9 +388,13 @@ def _combine_kernel(
         for split in range(count):
             part = partials + split * HEAD_DIM + d[None, :] + one[:, None]
             m, norm, acc = merge(
-                m, norm, acc, tl.load(sums + split * 2 + one), tl.load(sums + split * 2 + 1 + one),
+                m,
+                norm,
+                acc,
+                tl.load(sums + split * 2 + one),
+                tl.load(sums + split * 2 + 1 + one),
                 tl.load(part, mask=(d < HEAD_DIM)[None, :], other=0.0),
-            )  # fmt: skip
+            )
         out = tl.sum(acc / norm[:, None], 0)
     else:
         split = tl.arange(0, MAX_SPLITS)

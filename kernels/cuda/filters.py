@@ -159,9 +159,9 @@ def bound(
     tile without the others.
     """
     tile = tl.arange(0, TILES)
-    scaled = tl.div_rn(
-        tl.load(tile_tops + tile, mask=tile < tiles, other=float("-inf")), heat
-    ) - highest  # fmt: skip
+    scaled = (
+        tl.div_rn(tl.load(tile_tops + tile, mask=tile < tiles, other=float("-inf")), heat) - highest
+    )
     distance = scaled.to(tl.int32, bitcast=True) & _MAGNITUDE
     heaviest = (weight_of(scaled, lowest) * SCALE).to(tl.int64)
     uses_sums = (tile < tiles) & (has_top_k == 0)

@@ -89,11 +89,31 @@ def _in_parts(
     sums = x.new_empty((num_parts if is_spread else 0, rows, columns), dtype=torch.float32)
     scales, zeros, group = (grid.scales, grid.zeros, grid.group) if grid else (None, None, 1)
     _product_kernel[(tiles, num_parts if is_spread else 1)](
-        x, weight, scales, zeros, out, sums, rows, columns, inner, part, num_parts, group,
-        x.stride(0), weight.stride(0), BLOCK_M=BLOCK_M, BLOCK_N=block_n, BLOCK_K=block_k,
-        TURNS=turns, BAND=BAND, IS_FP8=grid is not None and grid.is_fp8, UPCAST=interpreted(),
-        num_warps=tilings_of(x.device).product_warps, num_stages=3, enable_fp_fusion=True,
-    )  # fmt: skip
+        x,
+        weight,
+        scales,
+        zeros,
+        out,
+        sums,
+        rows,
+        columns,
+        inner,
+        part,
+        num_parts,
+        group,
+        x.stride(0),
+        weight.stride(0),
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        TURNS=turns,
+        BAND=BAND,
+        IS_FP8=grid is not None and grid.is_fp8,
+        UPCAST=interpreted(),
+        num_warps=tilings_of(x.device).product_warps,
+        num_stages=3,
+        enable_fp_fusion=True,
+    )
     if is_spread:
         _add_parts_kernel[(triton.cdiv(rows * columns, ADDED),)](
             sums, out, rows, columns, num_parts, BLOCK=ADDED, num_warps=4, num_stages=1

@@ -39,11 +39,26 @@ def grouped_product(
     # Each expert may have one tile that is not full.
     most_tiles = triton.cdiv(rows, BLOCK_M) + min(experts, rows)
     _grouped_product_kernel[(most_tiles * triton.cdiv(columns, block_n),)](
-        x, weight, biases, ends, out, experts, columns, inner, x.stride(0), weight.stride(0),
-        weight.stride(1), EXPERTS=triton.next_power_of_2(experts), BLOCK_M=BLOCK_M,
-        BLOCK_N=block_n, BLOCK_K=block_k, UPCAST=interpreted(),
-        num_warps=4, num_stages=3, enable_fp_fusion=True,
-    )  # fmt: skip
+        x,
+        weight,
+        biases,
+        ends,
+        out,
+        experts,
+        columns,
+        inner,
+        x.stride(0),
+        weight.stride(0),
+        weight.stride(1),
+        EXPERTS=triton.next_power_of_2(experts),
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        UPCAST=interpreted(),
+        num_warps=4,
+        num_stages=3,
+        enable_fp_fusion=True,
+    )
     return out
 
 
@@ -117,9 +132,17 @@ def add_experts(rows: Tensor, weights: Tensor) -> Tensor:
     assert weights.stride(1) == 1
     out = rows.new_empty((tokens, hidden))
     _add_experts_kernel[(tokens * triton.cdiv(hidden, BLOCK),)](
-        rows, weights, out, weights.stride(0), TOP_K=top_k, HIDDEN=hidden, BLOCK=BLOCK,
-        num_warps=4, num_stages=1, enable_fp_fusion=True,
-    )  # fmt: skip
+        rows,
+        weights,
+        out,
+        weights.stride(0),
+        TOP_K=top_k,
+        HIDDEN=hidden,
+        BLOCK=BLOCK,
+        num_warps=4,
+        num_stages=1,
+        enable_fp_fusion=True,
+    )
     return out
 
 

@@ -69,15 +69,39 @@ def latent_decode_attention(
         own = slice(first, first + count)
         lens = context_lens[own]
         _latent_split_kernel[(num_programs(q.device, 1),)](
-            q[own], pool, block_tables[own], lens, partial, sums, out[own], len(lens), num_splits,
-            layer * pool.stride(2), scale * LOG2_E, q.stride(0), pool.stride(0),
-            block_tables.stride(0), HEADS=heads, MAX_BATCH=MAX_BATCH, OF_SLOTS=of_slots, **sizes,
-        )  # fmt: skip
+            q[own],
+            pool,
+            block_tables[own],
+            lens,
+            partial,
+            sums,
+            out[own],
+            len(lens),
+            num_splits,
+            layer * pool.stride(2),
+            scale * LOG2_E,
+            q.stride(0),
+            pool.stride(0),
+            block_tables.stride(0),
+            HEADS=heads,
+            MAX_BATCH=MAX_BATCH,
+            OF_SLOTS=of_slots,
+            **sizes,
+        )
         if num_splits > 1:
             _latent_merge_kernel[(len(lens), heads)](
-                partial, sums, lens, out[own], num_splits, LATENT=latent, DIM=sizes["DIM"],
-                SPLIT=ORDERED_SPLIT, num_warps=4, num_stages=1, enable_fp_fusion=True,
-            )  # fmt: skip
+                partial,
+                sums,
+                lens,
+                out[own],
+                num_splits,
+                LATENT=latent,
+                DIM=sizes["DIM"],
+                SPLIT=ORDERED_SPLIT,
+                num_warps=4,
+                num_stages=1,
+                enable_fp_fusion=True,
+            )
     return out
 
 
@@ -102,10 +126,23 @@ def latent_prefill_attention(
     # The lengths are on the device, so launch as many programs as could be needed; the rest return.
     tiles = num_tokens // (ROWS // tile_heads) + len(block_tables)
     _latent_prefill_kernel[(triton.cdiv(heads, tile_heads), tiles)](
-        q, pool, block_tables, query_starts, context_lens, out, len(block_tables),
-        layer * pool.stride(2), scale * LOG2_E, q.stride(0), pool.stride(0),
-        block_tables.stride(0), HEADS=heads, TILE_HEADS=tile_heads, MAX_BATCH=MAX_BATCH, **sizes,
-    )  # fmt: skip
+        q,
+        pool,
+        block_tables,
+        query_starts,
+        context_lens,
+        out,
+        len(block_tables),
+        layer * pool.stride(2),
+        scale * LOG2_E,
+        q.stride(0),
+        pool.stride(0),
+        block_tables.stride(0),
+        HEADS=heads,
+        TILE_HEADS=tile_heads,
+        MAX_BATCH=MAX_BATCH,
+        **sizes,
+    )
     return out
 
 
@@ -124,12 +161,20 @@ def _sizes(q: Tensor, pool: Tensor, block_tables: Tensor, rotated: int) -> dict[
     assert len(block_tables) <= MAX_BATCH, f"a batch of {len(block_tables)}"
     assert block_tables.stride(1) == 1, "a block table is contiguous"
     return {
-        "LATENT": latent, "ROTATED": rotated, "DIM": max(16, triton.next_power_of_2(latent)),
-        "TURN": max(16, triton.next_power_of_2(rotated)), "ROWS": ROWS, "BLOCK_SIZE": block_size,
-        "KEYS": KEYS[q.dtype], "SPLIT": ORDERED_SPLIT, "UPCAST": interpreted(), "num_warps": 8,
-        "num_stages": 3 if q.dtype == torch.bfloat16 else 1, "enable_fp_fusion": True,
+        "LATENT": latent,
+        "ROTATED": rotated,
+        "DIM": max(16, triton.next_power_of_2(latent)),
+        "TURN": max(16, triton.next_power_of_2(rotated)),
+        "ROWS": ROWS,
+        "BLOCK_SIZE": block_size,
+        "KEYS": KEYS[q.dtype],
+        "SPLIT": ORDERED_SPLIT,
+        "UPCAST": interpreted(),
+        "num_warps": 8,
+        "num_stages": 3 if q.dtype == torch.bfloat16 else 1,
+        "enable_fp_fusion": True,
         "maxnreg": 255,  # else the assembler spills to fit two programs that memory has no room for
-    }  # fmt: skip
+    }
 
 
 # Counts are not specialised, because variants for 1 and for multiples of 16 would be compiled
@@ -179,12 +224,25 @@ def _latent_split_kernel(
         head = item % tiles * ROWS + tl.arange(0, ROWS)
         own = head < HEADS
         m, norm, acc = _attend(
-            q_ptr + sequence.to(tl.int64) * stride_q + head * (LATENT + ROTATED), own,
-            pool_ptr + layer_offset, table_ptr + sequence.to(tl.int64) * stride_table,
-            split * SPLIT, tl.minimum(split * SPLIT + SPLIT, context_len),
-            tl.full((ROWS,), 0, tl.int32) + context_len - 1, scale_log2, stride_block, OF_SLOTS,
-            LATENT, ROTATED, DIM, TURN, ROWS, BLOCK_SIZE, KEYS, UPCAST,
-        )  # fmt: skip
+            q_ptr + sequence.to(tl.int64) * stride_q + head * (LATENT + ROTATED),
+            own,
+            pool_ptr + layer_offset,
+            table_ptr + sequence.to(tl.int64) * stride_table,
+            split * SPLIT,
+            tl.minimum(split * SPLIT + SPLIT, context_len),
+            tl.full((ROWS,), 0, tl.int32) + context_len - 1,
+            scale_log2,
+            stride_block,
+            OF_SLOTS,
+            LATENT,
+            ROTATED,
+            DIM,
+            TURN,
+            ROWS,
+            BLOCK_SIZE,
+            KEYS,
+            UPCAST,
+        )
         line = sequence.to(tl.int64) * HEADS + head
         d = tl.arange(0, DIM)
         live = own[:, None] & (d < LATENT)[None, :]
@@ -225,9 +283,13 @@ def _latent_merge_kernel(
     # Unrolled, so that loads of several splits are in flight.
     for split in tl.range(0, tl.cdiv(context_len, SPLIT), loop_unroll_factor=8):
         m, norm, acc = merge(
-            m, norm, acc, tl.load(sums + split * 2 + one), tl.load(sums + split * 2 + 1 + one),
+            m,
+            norm,
+            acc,
+            tl.load(sums + split * 2 + one),
+            tl.load(sums + split * 2 + 1 + one),
             tl.load(partials + split * LATENT + d + one[:, None], mask=d < LATENT, other=0.0),
-        )  # fmt: skip
+        )
     out = (acc / norm[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + line * LATENT + d + one[:, None], out, mask=d < LATENT)
 
@@ -286,11 +348,25 @@ def _latent_prefill_kernel(
     acc = tl.zeros((ROWS, DIM), tl.float32)
     for start in range(0, end, SPLIT):
         m_next, norm_next, acc_next = _attend(
-            q_ptr + line * stride_q + head * (LATENT + ROTATED), own, pool_ptr + layer_offset,
-            table_ptr + sequence.to(tl.int64) * stride_table, start,
-            tl.minimum(start + SPLIT, end), last, scale_log2, stride_block, False, LATENT, ROTATED,
-            DIM, TURN, ROWS, BLOCK_SIZE, KEYS, UPCAST,
-        )  # fmt: skip
+            q_ptr + line * stride_q + head * (LATENT + ROTATED),
+            own,
+            pool_ptr + layer_offset,
+            table_ptr + sequence.to(tl.int64) * stride_table,
+            start,
+            tl.minimum(start + SPLIT, end),
+            last,
+            scale_log2,
+            stride_block,
+            False,
+            LATENT,
+            ROTATED,
+            DIM,
+            TURN,
+            ROWS,
+            BLOCK_SIZE,
+            KEYS,
+            UPCAST,
+        )
         m, norm, acc = merge(m, norm, acc, m_next, norm_next, acc_next)
     d = tl.arange(0, DIM)
     place = out_ptr + (line * HEADS + head)[:, None] * LATENT + d[None, :]
@@ -377,12 +453,24 @@ def turn_and_store(
     assert pool.shape[1::2] == (1, 1, row_dim), (x.shape, pool.shape)
     assert pool.stride()[4:] == (row_dim, 1), "a layer of a block is contiguous"
     _turn_store_kernel[(num_tokens, 2)](
-        x, positions, cos_sin, pool, slot_mapping, layer * pool.stride(2), pool.stride(0),
-        HEADS=rows - 1, LATENT=row_dim - rotated, ROTATED=rotated, BLOCK_SIZE=pool.shape[4],
-        H_ROWS=triton.next_power_of_2(rows - 1), HALF=triton.next_power_of_2(rotated // 2),
-        DIM=triton.next_power_of_2(row_dim - rotated), num_warps=2, num_stages=1,
+        x,
+        positions,
+        cos_sin,
+        pool,
+        slot_mapping,
+        layer * pool.stride(2),
+        pool.stride(0),
+        HEADS=rows - 1,
+        LATENT=row_dim - rotated,
+        ROTATED=rotated,
+        BLOCK_SIZE=pool.shape[4],
+        H_ROWS=triton.next_power_of_2(rows - 1),
+        HALF=triton.next_power_of_2(rotated // 2),
+        DIM=triton.next_power_of_2(row_dim - rotated),
+        num_warps=2,
+        num_stages=1,
         enable_fp_fusion=True,
-    )  # fmt: skip
+    )
     return x[:, :-1]
 
 

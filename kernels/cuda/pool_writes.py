@@ -44,14 +44,34 @@ def rope_and_store(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     rows = max(triton.next_power_of_2(num_heads), triton.next_power_of_2(kv_heads))
     _rope_store_kernel[(num_tokens, 2)](
-        q, k, v, positions, cos_sin, pool, slot_mapping, q_norm_weight, k_norm_weight, out,
-        layer * pool.stride(2), eps,
-        q.stride(0), k.stride(0), v.stride(0), pool.stride(0), pool.stride(1),
-        HEADS=num_heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        Q_ROWS=triton.next_power_of_2(num_heads), KV_ROWS=triton.next_power_of_2(kv_heads),
+        q,
+        k,
+        v,
+        positions,
+        cos_sin,
+        pool,
+        slot_mapping,
+        q_norm_weight,
+        k_norm_weight,
+        out,
+        layer * pool.stride(2),
+        eps,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        pool.stride(0),
+        pool.stride(1),
+        HEADS=num_heads,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        Q_ROWS=triton.next_power_of_2(num_heads),
+        KV_ROWS=triton.next_power_of_2(kv_heads),
         HALF=triton.next_power_of_2(head_dim // 2),
-        num_warps=8 if rows * head_dim > 4096 else 4, num_stages=1, enable_fp_fusion=True,
-    )  # fmt: skip
+        num_warps=8 if rows * head_dim > 4096 else 4,
+        num_stages=1,
+        enable_fp_fusion=True,
+    )
     return out
 
 
@@ -92,9 +112,15 @@ def _rope_store_kernel(
         head = tl.arange(0, Q_ROWS)[:, None]
         own_q = (head < HEADS) & (d < half)
         q_low, q_high = _rotated(
-            q_ptr + token * stride_q + head * HEAD_DIM, own_q, q_weight_ptr, eps, cos, sin,
-            HEAD_DIM, HALF,
-        )  # fmt: skip
+            q_ptr + token * stride_q + head * HEAD_DIM,
+            own_q,
+            q_weight_ptr,
+            eps,
+            cos,
+            sin,
+            HEAD_DIM,
+            HALF,
+        )
         out = out_ptr + (token * HEADS + head) * HEAD_DIM + d
         tl.store(out, q_low, mask=own_q)
         tl.store(out + half, q_high, mask=own_q)
@@ -106,9 +132,15 @@ def _rope_store_kernel(
         place = slot // BLOCK_SIZE * stride_block + kv_head.to(tl.int64) * stride_head
         tile = pool_ptr + place + layer_offset
         low, high = _rotated(
-            k_ptr + token * stride_k + kv_head * HEAD_DIM, live, k_weight_ptr, eps, cos, sin,
-            HEAD_DIM, HALF,
-        )  # fmt: skip
+            k_ptr + token * stride_k + kv_head * HEAD_DIM,
+            live,
+            k_weight_ptr,
+            eps,
+            cos,
+            sin,
+            HEAD_DIM,
+            HALF,
+        )
         values = v_ptr + token * stride_v + kv_head * HEAD_DIM + d
         v_low = tl.load(values, mask=live, other=0.0)
         v_high = tl.load(values + half, mask=live, other=0.0)
@@ -231,9 +263,18 @@ def move_blocks(source: Tensor, source_ids: Tensor, target: Tensor, target_ids: 
     tiles = triton.cdiv(words, TILE)
     total = len(source_ids) * tiles
     _copy_kernel[(min(total, COPIERS),)](
-        source, target, source_ids, target_ids, words, tiles, total, TILE=TILE,
-        num_warps=8, num_stages=1, enable_fp_fusion=True,
-    )  # fmt: skip
+        source,
+        target,
+        source_ids,
+        target_ids,
+        words,
+        tiles,
+        total,
+        TILE=TILE,
+        num_warps=8,
+        num_stages=1,
+        enable_fp_fusion=True,
+    )
 
 
 @triton.jit(do_not_specialize=["source_id_ptr", "target_id_ptr", "tiles", "total"])
@@ -265,9 +306,17 @@ def sum_blocks(pool: Tensor, ids: Tensor) -> Tensor:
     total = len(ids) * tiles
     sums = torch.zeros(len(ids), dtype=torch.int32, device=pool.device)
     _sum_kernel[(min(total, COPIERS),)](
-        pool, ids, sums, words, tiles, total, TILE=TILE,
-        num_warps=8, num_stages=1, enable_fp_fusion=True,
-    )  # fmt: skip
+        pool,
+        ids,
+        sums,
+        words,
+        tiles,
+        total,
+        TILE=TILE,
+        num_warps=8,
+        num_stages=1,
+        enable_fp_fusion=True,
+    )
     return sums
 
 

@@ -67,15 +67,37 @@ def paged_prefill_attention(
     # The lengths are on the device, so launch as many programs as could be needed; the rest return.
     grid = (num_heads, num_tokens // tiles.queries + batch)
     _prefill_kernel[grid](
-        q, pool, block_tables, query_starts, context_lens, out,
-        batch, layer * pool.stride(2), scale_log2, cap_log2 or None, window or NO_WINDOW, sinks,
-        q.stride(0), pool.stride(0), pool.stride(1), block_tables.stride(0),
-        GROUP=num_heads // kv_heads, HEAD_DIM=head_dim, DIM=padded(head_dim),
-        BLOCK_SIZE=block_size, WINDOWED=window is not None,
-        SPLIT=ORDERED_SPLIT if ordered else 0, QUERIES=tiles.queries, KEYS=tiles.keys,
-        AHEAD=tiles.ahead, MAX_BATCH=MAX_BATCH, UPCAST=interpreted(),
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=True,
-    )  # fmt: skip
+        q,
+        pool,
+        block_tables,
+        query_starts,
+        context_lens,
+        out,
+        batch,
+        layer * pool.stride(2),
+        scale_log2,
+        cap_log2 or None,
+        window or NO_WINDOW,
+        sinks,
+        q.stride(0),
+        pool.stride(0),
+        pool.stride(1),
+        block_tables.stride(0),
+        GROUP=num_heads // kv_heads,
+        HEAD_DIM=head_dim,
+        DIM=padded(head_dim),
+        BLOCK_SIZE=block_size,
+        WINDOWED=window is not None,
+        SPLIT=ORDERED_SPLIT if ordered else 0,
+        QUERIES=tiles.queries,
+        KEYS=tiles.keys,
+        AHEAD=tiles.ahead,
+        MAX_BATCH=MAX_BATCH,
+        UPCAST=interpreted(),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        enable_fp_fusion=True,
+    )
     return out
 
 
@@ -151,38 +173,131 @@ def _prefill_kernel(
             norm_next = tl.zeros((QUERIES, 16), tl.float32)
             acc_next = tl.zeros((QUERIES, DIM), tl.float32)
             m_next, norm_next, acc_next = _attend(
-                m_next, norm_next, acc_next, q, kv_ptr, table, start,
-                tl.minimum(start + SPLIT, end), first_position, window, scale_log2, cap_log2,
-                stride_block, HEAD_DIM, DIM, BLOCK_SIZE, QUERIES, KEYS, True, WINDOWED, True,
+                m_next,
+                norm_next,
+                acc_next,
+                q,
+                kv_ptr,
+                table,
+                start,
+                tl.minimum(start + SPLIT, end),
+                first_position,
+                window,
+                scale_log2,
+                cap_log2,
+                stride_block,
+                HEAD_DIM,
+                DIM,
+                BLOCK_SIZE,
+                QUERIES,
+                KEYS,
+                True,
+                WINDOWED,
+                True,
                 UPCAST,
-            )  # fmt: skip
+            )
             m, norm, acc = merge(m, norm, acc, m_next, tl.max(norm_next, 1), acc_next)
     elif AHEAD:
         m, norm, acc = _attend_ahead(
-            m, norm, acc, q, kv_ptr, table, first_key, end, first_position, window, scale_log2,
-            cap_log2, stride_block, HEAD_DIM, DIM, BLOCK_SIZE, QUERIES, KEYS, WINDOWED, UPCAST,
-        )  # fmt: skip
+            m,
+            norm,
+            acc,
+            q,
+            kv_ptr,
+            table,
+            first_key,
+            end,
+            first_position,
+            window,
+            scale_log2,
+            cap_log2,
+            stride_block,
+            HEAD_DIM,
+            DIM,
+            BLOCK_SIZE,
+            QUERIES,
+            KEYS,
+            WINDOWED,
+            UPCAST,
+        )
     else:
         seen_by_all = (first_position + 1) // KEYS * KEYS
         if WINDOWED:
             whole = tl.cdiv(tl.maximum(end - window, 0), KEYS) * KEYS
             whole = tl.minimum(tl.maximum(whole, first_key), seen_by_all)
             m, norm, acc = _attend(
-                m, norm, acc, q, kv_ptr, table, first_key, whole, first_position, window,
-                scale_log2, cap_log2, stride_block, HEAD_DIM, DIM, BLOCK_SIZE, QUERIES, KEYS, True,
-                True, False, UPCAST,
-            )  # fmt: skip
+                m,
+                norm,
+                acc,
+                q,
+                kv_ptr,
+                table,
+                first_key,
+                whole,
+                first_position,
+                window,
+                scale_log2,
+                cap_log2,
+                stride_block,
+                HEAD_DIM,
+                DIM,
+                BLOCK_SIZE,
+                QUERIES,
+                KEYS,
+                True,
+                True,
+                False,
+                UPCAST,
+            )
             first_key = whole
         m, norm, acc = _attend(
-            m, norm, acc, q, kv_ptr, table, first_key, seen_by_all, first_position, window,
-            scale_log2, cap_log2, stride_block, HEAD_DIM, DIM, BLOCK_SIZE, QUERIES, KEYS, False,
-            WINDOWED, False, UPCAST,
-        )  # fmt: skip
-        m, norm, acc = _attend(
-            m, norm, acc, q, kv_ptr, table, seen_by_all, end, first_position, window, scale_log2,
-            cap_log2, stride_block, HEAD_DIM, DIM, BLOCK_SIZE, QUERIES, KEYS, True, WINDOWED, False,
+            m,
+            norm,
+            acc,
+            q,
+            kv_ptr,
+            table,
+            first_key,
+            seen_by_all,
+            first_position,
+            window,
+            scale_log2,
+            cap_log2,
+            stride_block,
+            HEAD_DIM,
+            DIM,
+            BLOCK_SIZE,
+            QUERIES,
+            KEYS,
+            False,
+            WINDOWED,
+            False,
             UPCAST,
-        )  # fmt: skip
+        )
+        m, norm, acc = _attend(
+            m,
+            norm,
+            acc,
+            q,
+            kv_ptr,
+            table,
+            seen_by_all,
+            end,
+            first_position,
+            window,
+            scale_log2,
+            cap_log2,
+            stride_block,
+            HEAD_DIM,
+            DIM,
+            BLOCK_SIZE,
+            QUERIES,
+            KEYS,
+            True,
+            WINDOWED,
+            False,
+            UPCAST,
+        )
 
     out = (acc / norm[:, None]).to(out_ptr.dtype.element_ty)
     place = (token * tl.num_programs(0) + head) * HEAD_DIM
@@ -226,17 +341,37 @@ def _attend(
         blocks = load_blocks(table, tile_start + KEYS, end, BLOCK_SIZE, KEYS)
         n = tile_start + tl.arange(0, KEYS)
         k = load_kv(
-            kv_ptr, own, tile_start, n < end, q, stride_block, False, HEAD_DIM, DIM, BLOCK_SIZE,
-            KEYS, MASKED,
-        )  # fmt: skip
+            kv_ptr,
+            own,
+            tile_start,
+            n < end,
+            q,
+            stride_block,
+            False,
+            HEAD_DIM,
+            DIM,
+            BLOCK_SIZE,
+            KEYS,
+            MASKED,
+        )
         v = load_kv(
-            kv_ptr, own, tile_start, n < end, q, stride_block, True, HEAD_DIM, DIM, BLOCK_SIZE,
-            KEYS, MASKED,
-        )  # fmt: skip
+            kv_ptr,
+            own,
+            tile_start,
+            n < end,
+            q,
+            stride_block,
+            True,
+            HEAD_DIM,
+            DIM,
+            BLOCK_SIZE,
+            KEYS,
+            MASKED,
+        )
         visible = _visible(tile_start, end, first_position, window, QUERIES, KEYS, WINDOWED)
         m, norm, acc = fold(
             m, norm, acc, q, k, v, visible, scale_log2, cap_log2, MASKED, ORDERED, UPCAST
-        )  # fmt: skip
+        )
     return m, norm, acc
 
 
@@ -286,27 +421,106 @@ def _attend_ahead(
         whole = tl.cdiv(tl.maximum(end - window, 0), KEYS) * KEYS
         whole = tl.minimum(tl.maximum(whole, start), seen_by_all)
         m, norm, acc, ahead, p, blocks, after = _phase(
-            m, norm, acc, ahead, p, blocks, after, q, kv_ptr, table, start, whole, end,
-            first_position, window, scale_log2, cap_log2, stride_block, HEAD_DIM, DIM, BLOCK_SIZE,
-            QUERIES, KEYS, True, True, UPCAST,
-        )  # fmt: skip
+            m,
+            norm,
+            acc,
+            ahead,
+            p,
+            blocks,
+            after,
+            q,
+            kv_ptr,
+            table,
+            start,
+            whole,
+            end,
+            first_position,
+            window,
+            scale_log2,
+            cap_log2,
+            stride_block,
+            HEAD_DIM,
+            DIM,
+            BLOCK_SIZE,
+            QUERIES,
+            KEYS,
+            True,
+            True,
+            UPCAST,
+        )
         start = whole
     m, norm, acc, ahead, p, blocks, after = _phase(
-        m, norm, acc, ahead, p, blocks, after, q, kv_ptr, table, start, seen_by_all, end,
-        first_position, window, scale_log2, cap_log2, stride_block, HEAD_DIM, DIM, BLOCK_SIZE,
-        QUERIES, KEYS, False, WINDOWED, UPCAST,
-    )  # fmt: skip
+        m,
+        norm,
+        acc,
+        ahead,
+        p,
+        blocks,
+        after,
+        q,
+        kv_ptr,
+        table,
+        start,
+        seen_by_all,
+        end,
+        first_position,
+        window,
+        scale_log2,
+        cap_log2,
+        stride_block,
+        HEAD_DIM,
+        DIM,
+        BLOCK_SIZE,
+        QUERIES,
+        KEYS,
+        False,
+        WINDOWED,
+        UPCAST,
+    )
     m, norm, acc, ahead, p, blocks, after = _phase(
-        m, norm, acc, ahead, p, blocks, after, q, kv_ptr, table, seen_by_all, end, end,
-        first_position, window, scale_log2, cap_log2, stride_block, HEAD_DIM, DIM, BLOCK_SIZE,
-        QUERIES, KEYS, True, WINDOWED, UPCAST,
-    )  # fmt: skip
+        m,
+        norm,
+        acc,
+        ahead,
+        p,
+        blocks,
+        after,
+        q,
+        kv_ptr,
+        table,
+        seen_by_all,
+        end,
+        end,
+        first_position,
+        window,
+        scale_log2,
+        cap_log2,
+        stride_block,
+        HEAD_DIM,
+        DIM,
+        BLOCK_SIZE,
+        QUERIES,
+        KEYS,
+        True,
+        WINDOWED,
+        UPCAST,
+    )
     # Only the last tile has dead slots, whose values must not be loaded.
     last = (end - 1) // KEYS * KEYS
     v = load_kv(
-        kv_ptr, blocks, last, last + tl.arange(0, KEYS) < end, q, stride_block, True, HEAD_DIM, DIM,
-        BLOCK_SIZE, KEYS, True,
-    )  # fmt: skip
+        kv_ptr,
+        blocks,
+        last,
+        last + tl.arange(0, KEYS) < end,
+        q,
+        stride_block,
+        True,
+        HEAD_DIM,
+        DIM,
+        BLOCK_SIZE,
+        KEYS,
+        True,
+    )
     acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
     return m, norm, acc
 
@@ -348,14 +562,32 @@ def _phase(
     """
     for tile_start in range(start, stop, KEYS):
         v = load_kv(
-            kv_ptr, blocks, tile_start - KEYS, tl.arange(0, KEYS) >= 0, q, stride_block, True,
-            HEAD_DIM, DIM, BLOCK_SIZE, KEYS, False,
-        )  # fmt: skip
+            kv_ptr,
+            blocks,
+            tile_start - KEYS,
+            tl.arange(0, KEYS) >= 0,
+            q,
+            stride_block,
+            True,
+            HEAD_DIM,
+            DIM,
+            BLOCK_SIZE,
+            KEYS,
+            False,
+        )
         acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
         ahead = _scores(
-            q, kv_ptr, after, tile_start + KEYS, stride_block, HEAD_DIM, DIM, BLOCK_SIZE, KEYS,
+            q,
+            kv_ptr,
+            after,
+            tile_start + KEYS,
+            stride_block,
+            HEAD_DIM,
+            DIM,
+            BLOCK_SIZE,
+            KEYS,
             UPCAST,
-        )  # fmt: skip
+        )
         blocks = load_blocks(table, tile_start, end, BLOCK_SIZE, KEYS)
         after = load_blocks(table, tile_start + 2 * KEYS, end, BLOCK_SIZE, KEYS)
         visible = _visible(tile_start, end, first_position, window, QUERIES, KEYS, WINDOWED)
@@ -384,9 +616,19 @@ def _scores(
     The contents of a dead key stay in its own column, which is masked.
     """
     k = load_kv(
-        kv_ptr, blocks, start, tl.arange(0, KEYS) >= 0, q, stride_block, False, HEAD_DIM, DIM,
-        BLOCK_SIZE, KEYS, False,
-    )  # fmt: skip
+        kv_ptr,
+        blocks,
+        start,
+        tl.arange(0, KEYS) >= 0,
+        q,
+        stride_block,
+        False,
+        HEAD_DIM,
+        DIM,
+        BLOCK_SIZE,
+        KEYS,
+        False,
+    )
     if UPCAST:
         k = k.to(tl.float32)
     return tl.dot(q, tl.trans(k), input_precision="ieee")

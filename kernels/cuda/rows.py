@@ -40,9 +40,19 @@ def add_rms_norm(
         stream = torch.empty_like(normed)
     block = triton.next_power_of_2(hidden)
     _add_rms_norm_kernel[(num_tokens,)](
-        x, residual, weight, normed, stream, x.stride(0), eps, HIDDEN=hidden, BLOCK=block,
-        num_warps=min(max(block // 512, 1), 16), num_stages=1, enable_fp_fusion=True,
-    )  # fmt: skip
+        x,
+        residual,
+        weight,
+        normed,
+        stream,
+        x.stride(0),
+        eps,
+        HIDDEN=hidden,
+        BLOCK=block,
+        num_warps=min(max(block // 512, 1), 16),
+        num_stages=1,
+        enable_fp_fusion=True,
+    )
     return normed, stream
 
 
@@ -85,10 +95,18 @@ def gate_mul(gate_up: Tensor, gate: Gate = SILU) -> Tensor:
     features = width // 2
     out = gate_up.new_empty((num_tokens, features))
     _gate_mul_kernel[(num_tokens * triton.cdiv(features, BLOCK),)](
-        gate_up, out, FEATURES=features, BLOCK=BLOCK, SLOPE=gate.slope, CUBIC=gate.cubic,
-        LIMIT=None if math.isinf(gate.limit) else gate.limit, OFFSET=gate.offset,
-        num_warps=4, num_stages=1, enable_fp_fusion=True,
-    )  # fmt: skip
+        gate_up,
+        out,
+        FEATURES=features,
+        BLOCK=BLOCK,
+        SLOPE=gate.slope,
+        CUBIC=gate.cubic,
+        LIMIT=None if math.isinf(gate.limit) else gate.limit,
+        OFFSET=gate.offset,
+        num_warps=4,
+        num_stages=1,
+        enable_fp_fusion=True,
+    )
     return out
 
 

@@ -81,20 +81,64 @@ def sample_tokens(
     assert others[0].is_contiguous()
     assert others[1].is_contiguous()
     _scan_kernel[(chunks, num_rows)](
-        logits, *others, held_back, tile_tops, tops, top_ids, vocab, tiles, held_back.shape[1],
-        logits.stride(0), CHUNK=CHUNK, num_warps=4, num_stages=1, enable_fp_fusion=False,
-    )  # fmt: skip
-    _weigh_kernel[(chunks, num_rows)](
-        logits, *others, ints, reals, tops, tile_sums, raced, raced_ids, vocab, tiles,
-        logits.stride(0), CHUNK=CHUNK, CHUNKS=padded, num_warps=4, num_stages=2,
+        logits,
+        *others,
+        held_back,
+        tile_tops,
+        tops,
+        top_ids,
+        vocab,
+        tiles,
+        held_back.shape[1],
+        logits.stride(0),
+        CHUNK=CHUNK,
+        num_warps=4,
+        num_stages=1,
         enable_fp_fusion=False,
-    )  # fmt: skip
+    )
+    _weigh_kernel[(chunks, num_rows)](
+        logits,
+        *others,
+        ints,
+        reals,
+        tops,
+        tile_sums,
+        raced,
+        raced_ids,
+        vocab,
+        tiles,
+        logits.stride(0),
+        CHUNK=CHUNK,
+        CHUNKS=padded,
+        num_warps=4,
+        num_stages=2,
+        enable_fp_fusion=False,
+    )
     _choose_kernel[(num_rows,)](
-        logits, *others, ints, reals, tops, top_ids, raced, raced_ids, tile_tops, tile_sums, places,
-        kept, kept_ids, tokens, vocab, tiles, chunks, logits.stride(0), CHUNKS=padded,
+        logits,
+        *others,
+        ints,
+        reals,
+        tops,
+        top_ids,
+        raced,
+        raced_ids,
+        tile_tops,
+        tile_sums,
+        places,
+        kept,
+        kept_ids,
+        tokens,
+        vocab,
+        tiles,
+        chunks,
+        logits.stride(0),
+        CHUNKS=padded,
         TILES=max(16, triton.next_power_of_2(tiles)),
-        num_warps=16, num_stages=1, enable_fp_fusion=False,
-    )  # fmt: skip
+        num_warps=16,
+        num_stages=1,
+        enable_fp_fusion=False,
+    )
     return tokens
 
 
@@ -145,9 +189,15 @@ def _scan_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        *_OTHERS, "int_ptr", "real_ptr", "top_ptr", "raced_ptr", "raced_id_ptr", "tiles",
+        *_OTHERS,
+        "int_ptr",
+        "real_ptr",
+        "top_ptr",
+        "raced_ptr",
+        "raced_id_ptr",
+        "tiles",
     ]
-)  # fmt: skip
+)
 def _weigh_kernel(
     logits_ptr: tl.tensor,
     changed_ptr: tl.tensor,
@@ -206,10 +256,17 @@ def _weigh_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        *_OTHERS, "int_ptr", "real_ptr", "top_ptr", "top_id_ptr", "raced_ptr", "raced_id_ptr",
-        "tiles", "chunks",
+        *_OTHERS,
+        "int_ptr",
+        "real_ptr",
+        "top_ptr",
+        "top_id_ptr",
+        "raced_ptr",
+        "raced_id_ptr",
+        "tiles",
+        "chunks",
     ]
-)  # fmt: skip
+)
 def _choose_kernel(
     logits_ptr: tl.tensor,
     changed_ptr: tl.tensor,
@@ -248,17 +305,45 @@ def _choose_kernel(
         highest = tl.div_rn(tl.max(tops, 0), heat)
         own = _own(logits_ptr, stride_logits, changed_ptr, number_ptr, has_changed, row, vocab)
         limit, wanted = bound(
-            tile_top_ptr + row * tiles, tile_sum_ptr + row * tiles, tiles, heat, highest, lowest,
-            has_top_k, top_k, top_p, TILES,
-        )  # fmt: skip
+            tile_top_ptr + row * tiles,
+            tile_sum_ptr + row * tiles,
+            tiles,
+            heat,
+            highest,
+            lowest,
+            has_top_k,
+            top_k,
+            top_p,
+            TILES,
+        )
         count = gather(
-            own, tile_top_ptr + row * tiles, place_ptr + row * tiles, kept_ptr + row * CANDIDATES,
-            kept_id_ptr + row * CANDIDATES, vocab, tiles, heat, highest, limit, TILES,
-        )  # fmt: skip
+            own,
+            tile_top_ptr + row * tiles,
+            place_ptr + row * tiles,
+            kept_ptr + row * CANDIDATES,
+            kept_id_ptr + row * CANDIDATES,
+            vocab,
+            tiles,
+            heat,
+            highest,
+            limit,
+            TILES,
+        )
         token = draw(
-            own, kept_ptr + row * CANDIDATES, kept_id_ptr + row * CANDIDATES, count, vocab, heat,
-            highest, lowest, has_top_k, top_k, top_p, wanted, _key(int_ptr, row),
-        )  # fmt: skip
+            own,
+            kept_ptr + row * CANDIDATES,
+            kept_id_ptr + row * CANDIDATES,
+            count,
+            vocab,
+            heat,
+            highest,
+            lowest,
+            has_top_k,
+            top_k,
+            top_p,
+            wanted,
+            _key(int_ptr, row),
+        )
     else:
         token = _winner(raced_ptr, raced_id_ptr, row, chunks, CHUNKS)
     tl.store(token_ptr + row, token.to(tl.int64))

@@ -65,18 +65,46 @@ def choose_keys(
         of = sequences[own]
         grid = (len(seen), triton.cdiv(num_keys, SPLIT))
         _index_scores_kernel[grid](
-            q[own], weights[own], keys, block_tables, of, seen, scores, num_keys, num_chosen,
-            layer * keys.stride(2), q.stride(0), keys.stride(0), block_tables.stride(0),
-            HEADS=heads, ROWS=max(16, triton.next_power_of_2(heads)), HEAD_DIM=head_dim,
-            DIM=max(16, triton.next_power_of_2(head_dim)), BLOCK_SIZE=block_size,
-            KEYS=tile, SPLIT=SPLIT, UPCAST=interpreted(), num_warps=num_warps, num_stages=2,
+            q[own],
+            weights[own],
+            keys,
+            block_tables,
+            of,
+            seen,
+            scores,
+            num_keys,
+            num_chosen,
+            layer * keys.stride(2),
+            q.stride(0),
+            keys.stride(0),
+            block_tables.stride(0),
+            HEADS=heads,
+            ROWS=max(16, triton.next_power_of_2(heads)),
+            HEAD_DIM=head_dim,
+            DIM=max(16, triton.next_power_of_2(head_dim)),
+            BLOCK_SIZE=block_size,
+            KEYS=tile,
+            SPLIT=SPLIT,
+            UPCAST=interpreted(),
+            num_warps=num_warps,
+            num_stages=2,
             enable_fp_fusion=True,
-        )  # fmt: skip
+        )
         _take_best_kernel[(len(seen),)](
-            scores, block_tables, of, seen, slots[own], num_keys, num_chosen,
-            block_tables.stride(0), BLOCK_SIZE=block_size, TILE=TILE, num_warps=4, num_stages=1,
+            scores,
+            block_tables,
+            of,
+            seen,
+            slots[own],
+            num_keys,
+            num_chosen,
+            block_tables.stride(0),
+            BLOCK_SIZE=block_size,
+            TILE=TILE,
+            num_warps=4,
+            num_stages=1,
             enable_fp_fusion=True,
-        )  # fmt: skip
+        )
     return slots
 
 
@@ -84,9 +112,15 @@ def choose_keys(
 # compiled during service.
 @triton.jit(
     do_not_specialize=[
-        "q_ptr", "weight_ptr", "table_ptr", "sequence_ptr", "seen_ptr", "num_keys", "stride_table",
+        "q_ptr",
+        "weight_ptr",
+        "table_ptr",
+        "sequence_ptr",
+        "seen_ptr",
+        "num_keys",
+        "stride_table",
     ]
-)  # fmt: skip
+)
 def _index_scores_kernel(
     q_ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -140,9 +174,15 @@ def _index_scores_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["table_ptr", "sequence_ptr", "seen_ptr", "slot_ptr", "num_keys",
-                       "stride_table"]
-)  # fmt: skip
+    do_not_specialize=[
+        "table_ptr",
+        "sequence_ptr",
+        "seen_ptr",
+        "slot_ptr",
+        "num_keys",
+        "stride_table",
+    ]
+)
 def _take_best_kernel(
     score_ptr: tl.tensor,
     table_ptr: tl.tensor,

@@ -43,9 +43,21 @@ def penalize_counted(
     assert all(given.is_contiguous() for given in (words, factors, biases, counted, token_ids))
     changed = logits.new_empty((num_samples, vocab), dtype=torch.float32)
     _penalize_kernel[(triton.cdiv(vocab, CHUNK), num_samples)](
-        logits, changed, words, factors, biases, counted, token_ids, vocab, biases.shape[1],
-        logits.stride(0), CHUNK=CHUNK, num_warps=4, num_stages=1, enable_fp_fusion=False,
-    )  # fmt: skip
+        logits,
+        changed,
+        words,
+        factors,
+        biases,
+        counted,
+        token_ids,
+        vocab,
+        biases.shape[1],
+        logits.stride(0),
+        CHUNK=CHUNK,
+        num_warps=4,
+        num_stages=1,
+        enable_fp_fusion=False,
+    )
     return changed
 
 

@@ -116,9 +116,14 @@ class NixlTransport:
     def address(self) -> bytes:
         memory = self._memory
         return NixlAddress(
-            self._epoch, self._agent_name, memory.device, memory.address,
-            memory.num_blocks, memory.block_bytes, self._agent.get_agent_metadata(),
-        ).encode()  # fmt: skip
+            self._epoch,
+            self._agent_name,
+            memory.device,
+            memory.address,
+            memory.num_blocks,
+            memory.block_bytes,
+            self._agent.get_agent_metadata(),
+        ).encode()
 
     def add_peer(self, command: AddPeer) -> None:
         peer = command.peer

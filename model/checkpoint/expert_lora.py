@@ -61,8 +61,10 @@ def expert_layers(
         found = _layers_of(experts, own, rank, [entry.shape if entry else () for entry in pair])
         if not found:
             shapes = " and ".join(str(list(entry.shape)) if entry else "none" for entry in pair)
-            raise ConfigError(f"{where}: the matrices of {own} have the shapes {shapes}, but r and "
-                              "the model imply others")  # fmt: skip
+            raise ConfigError(
+                f"{where}: the matrices of {own} have the shapes {shapes}, but r and "
+                "the model imply others"
+            )
         if odd := sorted(found.keys() & layers.keys()):
             raise ConfigError(f"{where}: two tensors are for {odd[0]}")
         layers |= found

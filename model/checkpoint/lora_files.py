@@ -25,20 +25,45 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_RANK = 512
 MODULES = (
-    "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj",
-    "down_proj", "w1", "w2", "w3",
-)  # fmt: skip
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "qkv_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "gate_up_proj",
+    "down_proj",
+    "w1",
+    "w2",
+    "w3",
+)
 T = TypeVar("T")
 _TENSOR = re.compile(r"base_model\.model\.([\w.]+)\.lora_([AB])\.weight")
 _WHOLE = re.compile(r"base_model\.model\.([\w.]+)\.weight")
 _NAME = re.compile(r"[^\s=,\0]+")
 # Fields that do not change what the tensors mean, whatever they say.
-_HARMLESS = frozenset({
-    "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config",
-    "exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config",
-    "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core",
-    "qalora_group_size", "revision", "runtime_config", "task_type",
-})  # fmt: skip
+_HARMLESS = frozenset(
+    {
+        "auto_mapping",
+        "base_model_name_or_path",
+        "corda_config",
+        "eva_config",
+        "exclude_modules",
+        "inference_mode",
+        "layers_pattern",
+        "layers_to_transform",
+        "loftq_config",
+        "lora_dropout",
+        "lora_ga_config",
+        "megatron_config",
+        "megatron_core",
+        "qalora_group_size",
+        "revision",
+        "runtime_config",
+        "task_type",
+    }
+)
 # Ways to begin a training that leave the model's own weights as they are.
 _INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 

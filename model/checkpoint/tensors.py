@@ -81,9 +81,14 @@ class LatentTensors(msgspec.Struct, frozen=True):
 
     def shapes(self) -> Iterator[tuple[str, Shape]]:
         every = (
-            self.q_down, self.q_norm, self.q_up, self.row_down, self.row_norm, self.row_up,
+            self.q_down,
+            self.q_norm,
+            self.q_up,
+            self.row_down,
+            self.row_norm,
+            self.row_up,
             self.index,
-        )  # fmt: skip
+        )
         for tensors in every:
             if tensors is not None:
                 yield from tensors.shapes()
@@ -292,9 +297,12 @@ def _layer(config: DecoderConfig, number: int, layout: ExpertLayout) -> LayerTen
     latent = config.latent
     value_dim = width if latent is None else latent.v_head_dim
     output = LinearTensors(
-        attention + config.names.output, (hidden,), Units(config.num_heads, value_dim),
-        config.output_bias, splits_inputs=True,
-    )  # fmt: skip
+        attention + config.names.output,
+        (hidden,),
+        Units(config.num_heads, value_dim),
+        config.output_bias,
+        splits_inputs=True,
+    )
     experts = config.experts_of(number)
     is_beside = experts is not None and experts.names.is_beside_mlp
     state = None

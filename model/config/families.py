@@ -205,8 +205,11 @@ _ALIASES = {
 }
 # Fields in which null is a value: as many KV heads as heads, no window, no cap.
 _NULLABLE = {
-    "num_key_value_heads", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping",
-}  # fmt: skip
+    "num_key_value_heads",
+    "sliding_window",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+}
 
 
 def _says_something(fields: dict[str, object], name: str) -> bool:

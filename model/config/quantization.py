@@ -19,26 +19,95 @@ from baton.protocol.errors import ConfigError
 
 Side = Annotated[int, Meta(gt=0)]
 # Fields of a quantization_config that do not change what the stored numbers mean.
-_HARMLESS = frozenset({
-    "_load_in_4bit", "_load_in_8bit", "act_bits", "act_data_type", "act_dynamic", "act_group_size",
-    "act_sym", "activation_scale_ub", "activation_scheme", "amp", "autoround_version", "backend",
-    "batch_size", "bits", "block_name_to_quantize", "bnb_4bit_compute_dtype",
-    "bnb_4bit_quant_storage", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant",
-    "cache_block_size", "data_type", "enable_minmax_tuning", "enable_norm_bias_tuning",
-    "enable_quanted_input", "extra_config", "gradient_accumulate_steps", "iters",
-    "llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight", "llm_int8_skip_modules",
-    "llm_int8_threshold", "load_in_4bit", "load_in_8bit", "low_gpu_mem_usage", "lr", "minmax_lr",
-    "nsamples", "packing_format", "quant_block_list", "quant_lm_head", "scale_dtype", "seqlen",
-    "to_quant_block_names",
-    "checkpoint_format", "config_groups", "damp_percent", "dataset", "dequantize", "desc_act",
-    "exllama_config", "fmt", "format", "fuse_max_seq_len", "global_compression_ratio", "group_size",
-    "ignore", "ignored_layers", "is_marlin_format", "kv_cache_scheme", "max_input_length", "meta",
-    "model_file_base_name", "model_name_or_path", "model_seqlen", "modules_in_block_to_quantize",
-    "modules_to_not_convert", "pack_dtype", "pad_token_id", "producer", "q_group_size",
-    "quant_algo", "quant_method", "quantization_status", "scale_fmt", "sparsity_config",
-    "static_groups", "sym", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama",
-    "version", "w_bit", "weight_block_size", "zero_point",
-})  # fmt: skip
+_HARMLESS = frozenset(
+    {
+        "_load_in_4bit",
+        "_load_in_8bit",
+        "act_bits",
+        "act_data_type",
+        "act_dynamic",
+        "act_group_size",
+        "act_sym",
+        "activation_scale_ub",
+        "activation_scheme",
+        "amp",
+        "autoround_version",
+        "backend",
+        "batch_size",
+        "bits",
+        "block_name_to_quantize",
+        "bnb_4bit_compute_dtype",
+        "bnb_4bit_quant_storage",
+        "bnb_4bit_quant_type",
+        "bnb_4bit_use_double_quant",
+        "cache_block_size",
+        "data_type",
+        "enable_minmax_tuning",
+        "enable_norm_bias_tuning",
+        "enable_quanted_input",
+        "extra_config",
+        "gradient_accumulate_steps",
+        "iters",
+        "llm_int8_enable_fp32_cpu_offload",
+        "llm_int8_has_fp16_weight",
+        "llm_int8_skip_modules",
+        "llm_int8_threshold",
+        "load_in_4bit",
+        "load_in_8bit",
+        "low_gpu_mem_usage",
+        "lr",
+        "minmax_lr",
+        "nsamples",
+        "packing_format",
+        "quant_block_list",
+        "quant_lm_head",
+        "scale_dtype",
+        "seqlen",
+        "to_quant_block_names",
+        "checkpoint_format",
+        "config_groups",
+        "damp_percent",
+        "dataset",
+        "dequantize",
+        "desc_act",
+        "exllama_config",
+        "fmt",
+        "format",
+        "fuse_max_seq_len",
+        "global_compression_ratio",
+        "group_size",
+        "ignore",
+        "ignored_layers",
+        "is_marlin_format",
+        "kv_cache_scheme",
+        "max_input_length",
+        "meta",
+        "model_file_base_name",
+        "model_name_or_path",
+        "model_seqlen",
+        "modules_in_block_to_quantize",
+        "modules_to_not_convert",
+        "pack_dtype",
+        "pad_token_id",
+        "producer",
+        "q_group_size",
+        "quant_algo",
+        "quant_method",
+        "quantization_status",
+        "scale_fmt",
+        "sparsity_config",
+        "static_groups",
+        "sym",
+        "tokenizer",
+        "true_sequential",
+        "use_cuda_fp16",
+        "use_exllama",
+        "version",
+        "w_bit",
+        "weight_block_size",
+        "zero_point",
+    }
+)
 # The checkpoint formats of GPTQ, and how much smaller than they are zero points are stored.
 _GPTQ_OFFSETS = {"gptq": 1, "gptq_v2": 0}
 # The packing formats of auto-round: whose tensors they have, and GPTQ's checkpoint format.
@@ -54,9 +123,18 @@ BNB_BLOCK = 64  # numbers that share a scale where bitsandbytes packs four bits
 # The formats of compressed-tensors with one number in each place.
 _PLAIN_FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
 _METHODS = (
-    "fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "modelopt_fp4", "awq", "gptq", "mxfp4",
-    "bitsandbytes", "auto-round", "intel/auto-round",
-)  # fmt: skip
+    "fp8",
+    "fbgemm_fp8",
+    "compressed-tensors",
+    "modelopt",
+    "modelopt_fp4",
+    "awq",
+    "gptq",
+    "mxfp4",
+    "bitsandbytes",
+    "auto-round",
+    "intel/auto-round",
+)
 
 
 class WeightFormat(msgspec.Struct, frozen=True):
@@ -262,9 +340,11 @@ def _formats(where: str, given: _Config) -> tuple[WeightFormat, ...]:
 _MXFP8 = WeightFormat("F8_E4M3", strategy="block", block=(1, 32), scale_dtypes=POWERS)
 _NVFP4_OF_MODELOPT = Packing("fp4", 4, 16, fp4=Fp4Names("weight", "weight_scale", "weight_scale_2"))
 _NVFP4 = Packing(
-    "fp4", 4, 16,
+    "fp4",
+    4,
+    16,
     fp4=Fp4Names("weight_packed", "weight_scale", "weight_global_scale", divides=True),
-)  # fmt: skip
+)
 # ModelOpt's names of ways to quantize weights.
 _MODELOPT = {
     "FP8": WeightFormat("F8_E4M3"),
@@ -316,9 +396,13 @@ def _of_auto_round(where: str, given: _Config) -> _Config:
             )
     method, stored = _AUTO_ROUND[name]
     return msgspec.structs.replace(
-        given, quant_method=method, checkpoint_format=stored, format="", version="gemm",
+        given,
+        quant_method=method,
+        checkpoint_format=stored,
+        format="",
+        version="gemm",
         zero_point=True,
-    )  # fmt: skip
+    )
 
 
 def _grouped(where: str, given: _Config, *, has_order: bool = True) -> tuple[WeightFormat, ...]:
@@ -387,8 +471,13 @@ def _format_of(where: str, group: _Group, name: str) -> WeightFormat:
         case "mxfp8-quantized":
             return _MXFP8
     if name not in _PLAIN_FORMATS:
-        known = (*_PLAIN_FORMATS, "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized",
-                 "mxfp8-quantized")  # fmt: skip
+        known = (
+            *_PLAIN_FORMATS,
+            "pack-quantized",
+            "nvfp4-pack-quantized",
+            "mxfp4-pack-quantized",
+            "mxfp8-quantized",
+        )
         raise ConfigError(f"{where}: format {name!r} is not supported, only {', '.join(known)}")
     return _plain(where, group)
 

@@ -161,12 +161,16 @@ class WideHeads(NamedTuple):
         plane = size * self.head_dim
         return pool.as_strided(
             (
-                num_blocks * num_parts - num_parts + self.pieces(pool), self.kv_heads,
-                self.num_layers, planes, size, self.head_dim,
+                num_blocks * num_parts - num_parts + self.pieces(pool),
+                self.kv_heads,
+                self.num_layers,
+                planes,
+                size,
+                self.head_dim,
             ),
             (part, self.pieces(pool) * part, planes * plane, plane, self.head_dim, 1),
             pool.storage_offset() + self.num_before * pool.stride(2),
-        )  # fmt: skip
+        )
 
     def slots(self, pool: Tensor, slots: Tensor) -> Tensor:
         """Return where tokens are in `view`, of where they are in the pool; -1 stays."""
@@ -379,13 +383,22 @@ class PlainBackend:
             slots = torch.full_like(slots, -1)
         q_norm, k_norm = (None, None) if head_norms is None else (head_norms[0], head_norms[-1])
         q = reference.rope_and_store(
-            q, k, v, batch.positions, self._angles[self.keys.rotation], pool, layer, slots,
-            q_norm, k_norm, self.eps,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            batch.positions,
+            self._angles[self.keys.rotation],
+            pool,
+            layer,
+            slots,
+            q_norm,
+            k_norm,
+            self.eps,
+        )
         tables, starts, lengths = self._view()
         out = reference.paged_prefill_attention(
             q, pool, layer, tables, starts, lengths, *self.scoring, seen=self._seen
-        )  # fmt: skip
+        )
         return out.flatten(1) if rows is None else out[rows].flatten(1)
 
     def choose(self, layer: int, heads: Tensor, weights: Tensor) -> None:
@@ -394,9 +407,15 @@ class PlainBackend:
         assert index is not None, "the model has an index"
         own = heads.view(len(heads), index.num_heads + 1, -1)
         q = reference.rope_and_store(
-            own[:, :-1], own[:, -1:], None, batch.positions, self._angles[0], index.keys, layer,
+            own[:, :-1],
+            own[:, -1:],
+            None,
+            batch.positions,
+            self._angles[0],
+            index.keys,
+            layer,
             batch.slots,
-        )  # fmt: skip
+        )
         self._seen = []
         tables, starts, lengths = self._view()
         for table, length, first, end in zip(tables, lengths, starts, starts[1:], strict=False):
@@ -424,10 +443,16 @@ class PlainBackend:
             own = slice(chunk.row, chunk.row + chunk.length)
             parts.append(
                 self._states.advance(
-                    layer, x[own], weights, decays[own], betas[own], chunk.state, chunk.start,
+                    layer,
+                    x[own],
+                    weights,
+                    decays[own],
+                    betas[own],
+                    chunk.state,
+                    chunk.start,
                     chunk.num_held,
                 )
-            )  # fmt: skip
+            )
         out = torch.cat(parts)
         if rows is not None:
             out = out[rows]

@@ -101,17 +101,24 @@ class CudaBackend:
         if decoding:
             parts.append(
                 decode(
-                    q[:decoding], self.pool, layer, tables.blocks[:decoding],
+                    q[:decoding],
+                    self.pool,
+                    layer,
+                    tables.blocks[:decoding],
                     tables.context_lens[:decoding],
                 )
-            )  # fmt: skip
+            )
         if decoding < len(tables.blocks):
             parts.append(
                 prefill(
-                    q[decoding:], self.pool, layer, tables.blocks[decoding:], tables.query_starts,
+                    q[decoding:],
+                    self.pool,
+                    layer,
+                    tables.blocks[decoding:],
+                    tables.query_starts,
                     tables.context_lens[decoding:],
                 )
-            )  # fmt: skip
+            )
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out.flatten(1) if rows is None else out[rows].flatten(1)
 
@@ -127,9 +134,18 @@ class CudaBackend:
         v = qkv[:, heads + kv_heads :]
         q_norm, k_norm = (None, None) if head_norms is None else (head_norms[0], head_norms[heads])
         return rope_and_store(
-            q, k, v, self._positions, angles, self.pool, layer, self._slots, q_norm, k_norm,
+            q,
+            k,
+            v,
+            self._positions,
+            angles,
+            self.pool,
+            layer,
+            self._slots,
+            q_norm,
+            k_norm,
             self.eps,
-        )  # fmt: skip
+        )
 
     def advance(
         self, layer: int, x: Tensor, weights: StateWeights, rows: Tensor | None = None
@@ -142,9 +158,15 @@ class CudaBackend:
         own = heads.view(len(heads), index.num_heads + 1, -1)
         q = turn_and_store(own, self._positions, self._angles[0], index.keys, layer, self._slots)
         self._chosen = choose_keys(
-            q, weights, index.keys, layer, self._tables.blocks, self._sequences, self._num_seen,
+            q,
+            weights,
+            index.keys,
+            layer,
+            self._tables.blocks,
+            self._sequences,
+            self._num_seen,
             index.num_chosen,
-        )  # fmt: skip
+        )
 
     def _attend_chosen(self, q: Tensor, layer: int, num_chosen: int, rows: Tensor | None) -> Tensor:
         """Return the attention of queries to the keys that were chosen last, each by itself."""
@@ -155,9 +177,15 @@ class CudaBackend:
             chosen = chosen[rows]
             num_seen = num_seen[rows]
         out = latent_decode_attention(
-            q, self.pool, layer, chosen, num_seen, self.scoring.scale, self._angles[0].shape[1],
+            q,
+            self.pool,
+            layer,
+            chosen,
+            num_seen,
+            self.scoring.scale,
+            self._angles[0].shape[1],
             of_slots=True,
-        )  # fmt: skip
+        )
         return out.flatten(1)
 
     def layer_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:

@@ -141,7 +141,13 @@ class _Loader:
         progress("weights", total, total)
         is_alone_on_cpu = self.place.device.type == "cpu" and self.ranks.size == 1
         return Decoder(
-            embedding, tuple(layers), norm, head, is_split, config.rms_norm_eps, self.ranks,
+            embedding,
+            tuple(layers),
+            norm,
+            head,
+            is_split,
+            config.rms_norm_eps,
+            self.ranks,
             RowThreads() if is_alone_on_cpu else at_once,
             lora_modules=tuple(adapter.name for adapter in self.weights.loras.adapters),
             of_adapters=tuple(linear for lora in self._loras() for linear in lora.linears()),
@@ -153,7 +159,7 @@ class _Loader:
             residual_scale=config.layers.residual_scale,
             logit_divisor=config.layers.logit_divisor,
             inputs=self.parts.inputs(),
-        )  # fmt: skip
+        )
 
     def _loras(self) -> list[Lora]:
         return [*(lora for _, lora in self.weights.loras.sites), *self.weights.expert_loras]

@@ -140,9 +140,15 @@ def kv_layout(
         "heads-layers-kv-tokens" if group.kind == "full" else f"heads-layers-{group.kind}-tokens"
     )
     shared = (
-        order, str(dtype), group.kv_heads, group.num_layers, group.width, cache.block_size,
-        *_key_order(config, group), *_of_index(config),
-    )  # fmt: skip
+        order,
+        str(dtype),
+        group.kv_heads,
+        group.num_layers,
+        group.width,
+        cache.block_size,
+        *_key_order(config, group),
+        *_of_index(config),
+    )
     states = states_of(config, cache, num_ranks, dtype)
     if states is None:
         return KVLayout(

@@ -33,8 +33,10 @@ BUCKET_HELD_BACK = 8  # ids that a padded row may exclude; a step with more is n
 IDLE_SAMPLE = SampleRow(Sampling(seed=0, max_tokens=1, temperature=0.0), 0, 0, 1)
 
 NUMPY: dict[torch.dtype, type[np.int64 | np.int32 | np.float64]] = {
-    torch.int64: np.int64, torch.int32: np.int32, torch.float64: np.float64,
-}  # fmt: skip
+    torch.int64: np.int64,
+    torch.int32: np.int32,
+    torch.float64: np.float64,
+}
 
 
 class ArraySpan(NamedTuple):
@@ -261,10 +263,14 @@ class Packer:
                 raise InvariantBroken(f"{part.key}: {len(part.state)} blocks hold its state")
             chunks.append(
                 Chunk(
-                    len(lists.ids), part.start, part.length, part.block_table, part.state,
+                    len(lists.ids),
+                    part.start,
+                    part.length,
+                    part.block_table,
+                    part.state,
                     part.num_held,
                 )
-            )  # fmt: skip
+            )
             lists.before += range(len(lists.ids), len(lists.ids) + len(part.targets))
             lists.targets += part.targets
             if part.pooling is not None:
@@ -287,17 +293,28 @@ class Packer:
         held_back = [row.held_back(self._eos_token_ids) for row in lists.samples]
         # Masks are too large for the inputs of every padded step.
         is_special = (
-            lists.masks or lists.counted or lists.scored or lists.targets or lists.pooled
+            lists.masks
+            or lists.counted
+            or lists.scored
+            or lists.targets
+            or lists.pooled
             or lists.adapters
-        )  # fmt: skip
+        )
         bucket = None if is_special else self._bucket(plan.slices, num_decoding, held_back)
         if bucket is not None:
             return self._padded(plan, lists, held_back, bucket)
         inputs = self._laid(lists, held_back, max(map(len, held_back), default=0))
         return PackedStep(
-            plan, inputs, tuple(chunks), num_decoding, width, lists.has_unknown_tokens, bucket,
-            lists.unsampled, lists.scored,
-        )  # fmt: skip
+            plan,
+            inputs,
+            tuple(chunks),
+            num_decoding,
+            width,
+            lists.has_unknown_tokens,
+            bucket,
+            lists.unsampled,
+            lists.scored,
+        )
 
     def name_adapter(self, name: str, number: int) -> None:
         """Give a number to an adapter, which takes it from the one that had it."""

@@ -267,9 +267,11 @@ class CudaDriver:
         handle = _Handle()
         try:
             self._call(
-                "cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size),
+                "cuMemGetAddressRange_v2",
+                ctypes.byref(base),
+                ctypes.byref(size),
                 ctypes.c_uint64(address),
-            )  # fmt: skip
+            )
             self._call("cuIpcGetMemHandle", ctypes.byref(handle), base)
         except TransferError as error:
             raise ConfigError(
@@ -284,9 +286,11 @@ class CudaDriver:
         address = ctypes.c_uint64()
         try:
             self._call(
-                "cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(handle),
+                "cuIpcOpenMemHandle_v2",
+                ctypes.byref(address),
+                _Handle.from_buffer_copy(handle),
                 ctypes.c_uint(LAZY_ENABLE_PEER_ACCESS),
-            )  # fmt: skip
+            )
         except TransferError as error:
             reason = NOT_MAPPED.get(error.message.rpartition(" ")[2], "")
             raise TransferError(
@@ -300,25 +304,33 @@ class CudaDriver:
             return True
         found = ctypes.c_int()
         self._call(
-            "cuDeviceGetP2PAttribute", ctypes.byref(found), ctypes.c_int(NATIVE_ATOMICS),
-            ctypes.c_int(reader), ctypes.c_int(owner),
-        )  # fmt: skip
+            "cuDeviceGetP2PAttribute",
+            ctypes.byref(found),
+            ctypes.c_int(NATIVE_ATOMICS),
+            ctypes.c_int(reader),
+            ctypes.c_int(owner),
+        )
         return bool(found.value)
 
     def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
         """Queue a copy on a stream, which a copy engine makes. Raises `TransferError`."""
         self._call(
-            "cuMemcpyDtoDAsync_v2", ctypes.c_uint64(target), ctypes.c_uint64(source),
-            ctypes.c_size_t(num_bytes), ctypes.c_void_p(stream),
-        )  # fmt: skip
+            "cuMemcpyDtoDAsync_v2",
+            ctypes.c_uint64(target),
+            ctypes.c_uint64(source),
+            ctypes.c_size_t(num_bytes),
+            ctypes.c_void_p(stream),
+        )
 
     def device_of(self, address: int) -> int:
         """Return the number, in this process, of the GPU that has the memory."""
         number = ctypes.c_int()
         self._call(
-            "cuPointerGetAttribute", ctypes.byref(number), ctypes.c_int(POINTER_DEVICE_ORDINAL),
+            "cuPointerGetAttribute",
+            ctypes.byref(number),
+            ctypes.c_int(POINTER_DEVICE_ORDINAL),
             ctypes.c_uint64(address),
-        )  # fmt: skip
+        )
         return number.value
 
     def close(self, address: int) -> None:
@@ -344,8 +356,11 @@ class _DeviceArray:
 
     def __init__(self, address: int, shape: tuple[int, int]) -> None:
         self.__cuda_array_interface__ = {
-            "shape": shape, "typestr": "<i4", "data": (address, False), "version": 3,
-        }  # fmt: skip
+            "shape": shape,
+            "typestr": "<i4",
+            "data": (address, False),
+            "version": 3,
+        }
 
 
 def _gpu_id(index: int) -> str:

@@ -447,9 +447,12 @@ def _on_gpu(
             cache = device_cache(shape, plan.pool_dtype, plan.device, generations, of_index)
         num_heads, _ = local_heads(plan.decoder, ranks.size)
         backend = CudaBackend(
-            cache.pool, num_heads, *_rotation(plan), is_ordered=config.engine.deterministic,
+            cache.pool,
+            num_heads,
+            *_rotation(plan),
+            is_ordered=config.engine.deterministic,
             index=_index_pool(plan, cache),
-        )  # fmt: skip
+        )
         vocab = plan.decoder.vocab_size
         counts = DeviceCounts(plan.max_num_seqs, vocab, plan.device, penalize_counted)
         sampler = Sampler(plan.decoder.eos_token_ids, sample_tokens, _masks(plan), counts)

@@ -111,9 +111,12 @@ class Runner:
         self._ring = torch.zeros(RING_TOKENS, dtype=torch.int64, device=device)
         state_blocks = 0 if cache.states is None else cache.states.num_blocks
         facts = ModelFacts(
-            cache.pool.shape[4], sampler.eos_token_ids, decoder.lora_modules, state_blocks,
+            cache.pool.shape[4],
+            sampler.eos_token_ids,
+            decoder.lora_modules,
+            state_blocks,
             decoder.num_lora_slots,
-        )  # fmt: skip
+        )
         self._packer = Packer(
             facts, self._tables, self._queue.allocate, sampler.masks, self._sampled, sampler.counts
         )
@@ -175,9 +178,15 @@ class Runner:
         started_s = max(launched_s, self._ended_s)
         self._ended_s = self._clock()
         return StepResult(
-            plan.step_id, tuple(tokens), started_s, self._ended_s, failed, logprobs, of_prompts,
+            plan.step_id,
+            tuple(tokens),
+            started_s,
+            self._ended_s,
+            failed,
+            logprobs,
+            of_prompts,
             tuple(pooled.items()),
-        )  # fmt: skip
+        )
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Launch a step and collect it."""

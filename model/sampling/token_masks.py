@@ -27,9 +27,11 @@ COMPILE_WAIT_S = 0.01
 # A hostile grammar compiles in half a second, because others wait for it; a step of it takes
 # milliseconds, and then ends its request.
 _LIMITS = LLParserLimits(
-    initial_lexer_fuel=200_000, step_lexer_fuel=100_000, step_max_items=5_000,
+    initial_lexer_fuel=200_000,
+    step_lexer_fuel=100_000,
+    step_max_items=5_000,
     max_lexer_states=100_000,
-)  # fmt: skip
+)
 Words = NDArray[np.int32]  # [ceil(vocab_size / 32)], a bit for each id
 
 

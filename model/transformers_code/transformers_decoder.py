@@ -32,18 +32,34 @@ from baton.model.tensor_parallel import Ranks
 from baton.protocol.errors import ConfigError, InvariantBroken
 
 # Arguments of an attention function that change nothing here: the chunks say what they say.
-HARMLESS = frozenset({
-    "dropout", "is_causal", "position_ids", "use_cache", "return_dict", "cu_seq_lens_q",
-    "cu_seq_lens_k", "max_length_q", "max_length_k",
-})  # fmt: skip
+HARMLESS = frozenset(
+    {
+        "dropout",
+        "is_causal",
+        "position_ids",
+        "use_cache",
+        "return_dict",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+    }
+)
 # transformers changes its classes while it makes a model, and two threads that do so at once, as
 # the ranks of a test, would leave them changed.
 LOADING = threading.Lock()
 # The errors with which code of transformers says that it cannot run as it is asked to.
 MODEL_ERRORS = (
-    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError,
-    RuntimeError, TypeError, ValueError,
-)  # fmt: skip
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 # One expert after the other: the products of all at once give a row other bits in each batch.
 EXPERTS = {"cpu": {"experts_implementation": "eager"}, "cuda": {}}
 TRIAL_TOKENS = 150
@@ -74,9 +90,14 @@ class PagedAttention:
         AttentionInterface.register(self.name, self)
 
     def __call__(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor,
-        attention_mask: Tensor | None = None, **options: Any,
-    ) -> tuple[Tensor, None]:  # fmt: skip
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
         """Take `[1, heads, tokens, head_dim]`; return `[1, tokens, heads, head_dim]`.
 
         Raises `ConfigError` for an option that the kernels do not honour.
@@ -233,18 +254,27 @@ class TransformersDecoder:
 
 
 def load_transformers(
-    folder: Path, config: TransformersConfig, ranks: Ranks, dtype: torch.dtype,
-    linears: LinearMaker | None, device: torch.device,
-) -> TransformersDecoder:  # fmt: skip
+    folder: Path,
+    config: TransformersConfig,
+    ranks: Ranks,
+    dtype: torch.dtype,
+    linears: LinearMaker | None,
+    device: torch.device,
+) -> TransformersDecoder:
     """Load with transformers' own loader. Raises `ConfigError` for weights that do not fit."""
     silence()
     try:
         with LOADING:
             model, found = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, local_files_only=True, use_safetensors=True,
-                trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True,
+                folder,
+                dtype=dtype,
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
                 **EXPERTS[device.type],
-            )  # fmt: skip
+            )
     except MODEL_ERRORS as error:
         raise ConfigError(f"{folder}: transformers cannot load it: {one_line(error)}") from error
     for what in ("missing", "unexpected", "mismatched"):
@@ -317,9 +347,13 @@ def heads_of(decoder: TransformersDecoder, num_layers: int) -> tuple[int, int]:
 
 
 def in_chunks(
-    decoder: TransformersDecoder, backend: Backend, block_size: int, ids: Tensor,
-    cuts: Sequence[int], beside: int = BESIDE,
-) -> Tensor:  # fmt: skip
+    decoder: TransformersDecoder,
+    backend: Backend,
+    block_size: int,
+    ids: Tensor,
+    cuts: Sequence[int],
+    beside: int = BESIDE,
+) -> Tensor:
     """Return the logits of all tokens, `[len(ids), vocab]`, computed in the chunks between `cuts`.
 
     Each chunk comes after `beside` tokens of another sequence. The first blocks of the pool are
@@ -334,9 +368,11 @@ def in_chunks(
         others = torch.arange(beside)
         chunks = (Chunk(0, 0, beside, other), Chunk(beside, start, end - start, table))
         batch = Batch(
-            torch.cat((ids[:beside].flip(0), ids[start:end])), torch.cat((others, own)),
-            torch.cat((others, own + block_size)), chunks if beside else chunks[1:],
-        )  # fmt: skip
+            torch.cat((ids[:beside].flip(0), ids[start:end])),
+            torch.cat((others, own)),
+            torch.cat((others, own + block_size)),
+            chunks if beside else chunks[1:],
+        )
         rows = torch.arange(beside, len(batch.slots))
         logits.append(decoder.forward(batch, rows, backend))
     return torch.cat(logits)

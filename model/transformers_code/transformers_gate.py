@@ -85,9 +85,16 @@ def examine(folder: Path, max_model_len: int) -> TransformersConfig:
             f"{folder}: {architecture} cannot run with paged attention: {one_line(error)}"
         ) from error
     return TransformersConfig(
-        architecture, text.vocab_size, text.num_hidden_layers, heads, kv_heads, width, limit,
-        "bfloat16" if dtype == "bfloat16" else "float32", _ends(folder, config, text),
-    )  # fmt: skip
+        architecture,
+        text.vocab_size,
+        text.num_hidden_layers,
+        heads,
+        kv_heads,
+        width,
+        limit,
+        "bfloat16" if dtype == "bfloat16" else "float32",
+        _ends(folder, config, text),
+    )
 
 
 def small(text: Any) -> Any:

@@ -114,9 +114,12 @@ class Sequence:
         if samples and sampling.depends_on_output:
             if self.sampled_in == step_id - 1:
                 sampling = msgspec.structs.replace(
-                    sampling, grammar=KNOWN_GRAMMAR, allowed_token_ids=(), bad_words=(),
+                    sampling,
+                    grammar=KNOWN_GRAMMAR,
+                    allowed_token_ids=(),
+                    bad_words=(),
                     penalties=None,
-                )  # fmt: skip
+                )
             else:
                 first = 0 if sampling.needs_prompt else self.num_prompt_tokens
                 past = tuple(self.token_ids[first:start])

@@ -82,10 +82,20 @@ class Lifecycle:
     """Turns the events of one request into commands."""
 
     __slots__ = (
-        "_attempts", "_avoided", "_has_delivered", "_is_closed", "_is_remote_only", "_now_s",
-        "_num_crashes", "_num_open", "_num_prompt_bytes", "_out", "choices", "has_outcome",
+        "_attempts",
+        "_avoided",
+        "_has_delivered",
+        "_is_closed",
+        "_is_remote_only",
+        "_now_s",
+        "_num_crashes",
+        "_num_open",
+        "_num_prompt_bytes",
+        "_out",
+        "choices",
+        "has_outcome",
         "request",
-    )  # fmt: skip
+    )
 
     def __init__(self, request: Request) -> None:
         self.request = request

@@ -343,8 +343,12 @@ class NodeNotifier:
             if pairs.worked(ended.prefill, ended.decode):
                 log.info("a pair of nodes works again", **names)
         elif pairs.failed(now_s, ended.prefill, ended.decode, failure):
-            log.warning("a pair of nodes is avoided: a handoff failed", **names,
-                        code=failure.code, reason=failure.message)  # fmt: skip
+            log.warning(
+                "a pair of nodes is avoided: a handoff failed",
+                **names,
+                code=failure.code,
+                reason=failure.message,
+            )
 
     def _introduce(self, role: Role) -> None:
         """Tell all nodes of the other role that the set of nodes with this role has changed."""

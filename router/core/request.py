@@ -132,13 +132,27 @@ class Tick(msgspec.Struct, frozen=True):
 
 # A node's message about a request is itself an event.
 NodeMessage = (
-    Accepted | FirstTokens | PromptLogprobs | Pooled | TokenEntry | Failed | CancelDone | Crashed
+    Accepted
+    | FirstTokens
+    | PromptLogprobs
+    | Pooled
+    | TokenEntry
+    | Failed
+    | CancelDone
+    | Crashed
     | InProgress
-)  # fmt: skip
+)
 RequestEvent = (
-    NodeMessage | Begun | Adopted | NodesSelected | NodesNotSelected | NodeLost | ChoiceStopped
-    | CallerGone | Tick
-)  # fmt: skip
+    NodeMessage
+    | Begun
+    | Adopted
+    | NodesSelected
+    | NodesNotSelected
+    | NodeLost
+    | ChoiceStopped
+    | CallerGone
+    | Tick
+)
 
 
 class SelectNodes(msgspec.Struct, frozen=True):
@@ -238,9 +252,19 @@ class Closed(msgspec.Struct, frozen=True):
 
 
 RequestCommand = (
-    SelectNodes | CancelSelection | Send | Release | HandoffEnded | Deliver | DeliverPrompt
-    | DeliverPooled | Timed | TriedAgain | Outcome | Closed
-)  # fmt: skip
+    SelectNodes
+    | CancelSelection
+    | Send
+    | Release
+    | HandoffEnded
+    | Deliver
+    | DeliverPrompt
+    | DeliverPooled
+    | Timed
+    | TriedAgain
+    | Outcome
+    | Closed
+)
 
 
 # How long a request avoids a process that failed it, if there is another one.
@@ -419,9 +443,15 @@ class Attempt:
         sends: list[Send] = []
         if self.decode is not None:
             decode = Decode(
-                self.key, token_ids, num_prompt, request.sampling, num_choices, self.prefill,
-                request.kept, self.max_uncached_tokens,
-            )  # fmt: skip
+                self.key,
+                token_ids,
+                num_prompt,
+                request.sampling,
+                num_choices,
+                self.prefill,
+                request.kept,
+                self.max_uncached_tokens,
+            )
             sends.append(Send(self.decode, decode))
         if self.prefill is not None:
             prefill = Prefill(

@@ -468,9 +468,13 @@ class RouterCore:
         choices = adopted_choices(claim, found, stream, self.registry, doubt)
         kept = ResumeState(attached.form, claim.owner, attached.num_choices)
         request = Request(
-            claim.request_id, attached.prompt_token_ids, attached.sampling, attached.num_choices,
-            self._config.max_attempts, kept,
-        )  # fmt: skip
+            claim.request_id,
+            attached.prompt_token_ids,
+            attached.sampling,
+            attached.num_choices,
+            self._config.max_attempts,
+            kept,
+        )
         for choice in choices:
             if choice.process is None or choice.has_ended:
                 continue

@@ -48,11 +48,31 @@ class RequestStream:
     """
 
     __slots__ = (
-        "_arrival_s", "_at_end", "_change", "_detokenizers", "_early", "_end", "_error",
-        "_has_changed", "_on_close", "_packed_prompt", "_prompt_logprobs", "_prompt_token_ids",
-        "_pushed_s", "_repeated", "_sink", "_spell", "finished", "metrics", "params",
-        "pooled", "prompt", "prompt_rows", "request_id", "token_gaps",
-    )  # fmt: skip
+        "_arrival_s",
+        "_at_end",
+        "_change",
+        "_detokenizers",
+        "_early",
+        "_end",
+        "_error",
+        "_has_changed",
+        "_on_close",
+        "_packed_prompt",
+        "_prompt_logprobs",
+        "_prompt_token_ids",
+        "_pushed_s",
+        "_repeated",
+        "_sink",
+        "_spell",
+        "finished",
+        "metrics",
+        "params",
+        "pooled",
+        "prompt",
+        "prompt_rows",
+        "request_id",
+        "token_gaps",
+    )
 
     def __init__(
         self,

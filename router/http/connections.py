@@ -69,10 +69,21 @@ class Connection(web.RequestHandler, asyncio.BufferedProtocol):
     """
 
     __slots__ = (
-        "_connections", "_content", "_had_late_body", "_has_begun", "_hold_timer", "_is_busy",
-        "_is_chunked", "_is_head_too_large", "_num_ahead_bytes", "_num_left", "_room", "_timer",
-        "is_spare", "num_body_bytes",
-    )  # fmt: skip
+        "_connections",
+        "_content",
+        "_had_late_body",
+        "_has_begun",
+        "_hold_timer",
+        "_is_busy",
+        "_is_chunked",
+        "_is_head_too_large",
+        "_num_ahead_bytes",
+        "_num_left",
+        "_room",
+        "_timer",
+        "is_spare",
+        "num_body_bytes",
+    )
 
     def __init__(
         self, connections: "Connections", server: web.Server, loop: asyncio.AbstractEventLoop

@@ -101,10 +101,15 @@ class RequestLog:
             fields = {} if running is None else _fields_of(running)
             write = log.debug if request.path in FREQUENT_PATHS else log.info
             write(
-                "slow request" if is_slow else "access", request=request_id,
-                method=request.method, path=clip(request.path),
-                status=status, client=request.remote, s=round(took_s, 6), **fields,
-            )  # fmt: skip
+                "slow request" if is_slow else "access",
+                request=request_id,
+                method=request.method,
+                path=clip(request.path),
+                status=status,
+                client=request.remote,
+                s=round(took_s, 6),
+                **fields,
+            )
         if running is None:
             return
         if running.failure is not None:
@@ -118,9 +123,11 @@ class RequestLog:
         """Log that a client sent what is no request."""
         if self._has_room():
             log.info(
-                "a malformed request was refused", client=request.remote, status=error.http_status,
+                "a malformed request was refused",
+                client=request.remote,
+                status=error.http_status,
                 reason=error.message,
-            )  # fmt: skip
+            )
 
     def _failed(self, failure: Failure, running: Running, request_id: str) -> None:
         """Log a request that failed without a mistake of its client."""
@@ -133,9 +140,13 @@ class RequestLog:
             log.info("further refusals were not logged one by one", number=self._num_unlogged)
             self._num_unlogged = 0
         log.warning(
-            "request failed", request=request_id, status=failure.http_status, code=failure.code,
-            reason=failure.message, **_fields_of(running),
-        )  # fmt: skip
+            "request failed",
+            request=request_id,
+            status=failure.http_status,
+            code=failure.code,
+            reason=failure.message,
+            **_fields_of(running),
+        )
 
     def _has_room(self) -> bool:
         second = int(self._clock())
@@ -301,8 +312,9 @@ class Tracer:
         if metrics.time_to_first_token_s is not None:
             attributes["gen_ai.latency.time_to_first_token"] = metrics.time_to_first_token_s
         ended_ns = began_ns + round((metrics.e2e_s or 0.0) * 1e9)
-        span = self._tracer.start_span("llm_request", within, attributes=attributes,
-                                       start_time=began_ns)  # fmt: skip
+        span = self._tracer.start_span(
+            "llm_request", within, attributes=attributes, start_time=began_ns
+        )
         inside = self._within(span)
         for stage in waterfall(metrics):
             start_ns = began_ns + round(stage.start_s * 1e9)

@@ -264,8 +264,12 @@ def _losses(metrics: RequestMetrics, now: float, request_id: str) -> list[FaultR
     began = now - (metrics.e2e_s or 0.0)
     return [
         FaultRecord(
-            began + (one.lost_at_s or 0.0), one.failure, "the request went on elsewhere",
-            request_id, one.prefill_node, one.decode_node,
+            began + (one.lost_at_s or 0.0),
+            one.failure,
+            "the request went on elsewhere",
+            request_id,
+            one.prefill_node,
+            one.decode_node,
         )
         for one in lost
-    ]  # fmt: skip
+    ]

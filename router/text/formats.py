@@ -294,19 +294,27 @@ REASONING_FORMATS = (
     ReasoningFormat(
         name="think",
         other_names=(
-            "qwen3", "deepseek_r1", "deepseek-r1", "deepseek_v3", "deepseek-v3", "glm45", "glm47",
-            "kimi_k2", "kimi", "minimax_m2", "minimax", "hunyuan_a13b", "qwen3-thinking", "step3",
+            "qwen3",
+            "deepseek_r1",
+            "deepseek-r1",
+            "deepseek_v3",
+            "deepseek-v3",
+            "glm45",
+            "glm47",
+            "kimi_k2",
+            "kimi",
+            "minimax_m2",
+            "minimax",
+            "hunyuan_a13b",
+            "qwen3-thinking",
+            "step3",
         ),
         begin="<think>",
         end="</think>",
     ),
     ReasoningFormat(name="mistral", begin="[THINK]", end="[/THINK]"),
-    ReasoningFormat(
-        name="seed_oss", begin="<seed:think>", end="</seed:think>"
-    ),
-    ReasoningFormat(
-        name="cohere_command", begin="<|START_THINKING|>", end="<|END_THINKING|>"
-    ),
+    ReasoningFormat(name="seed_oss", begin="<seed:think>", end="</seed:think>"),
+    ReasoningFormat(name="cohere_command", begin="<|START_THINKING|>", end="<|END_THINKING|>"),
     # Channels, which the parser of their calls reads.
     ReasoningFormat(
         name="openai_gptoss",
@@ -314,7 +322,7 @@ REASONING_FORMATS = (
         begin="<|channel|>analysis<|message|>",
         end="<|end|>",
     ),
-)  # fmt: skip
+)
 _REASONING_BY_NAME = {
     name: reasoning
     for reasoning in REASONING_FORMATS

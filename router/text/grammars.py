@@ -31,8 +31,11 @@ _LIMITS = LLParserLimits(max_grammar_size=20_000, initial_lexer_fuel=200_000)
 _ESCAPE = re.compile(r"\\.", re.DOTALL)
 # Classes, which may stand in classes.
 _ASCII = {
-    r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": "[0-9A-Za-z_]", r"\W": "[^0-9A-Za-z_]",
-}  # fmt: skip
+    r"\d": "[0-9]",
+    r"\D": "[^0-9]",
+    r"\w": "[0-9A-Za-z_]",
+    r"\W": "[^0-9A-Za-z_]",
+}
 # Keywords of JSON schemas whose values are schemas by name, and those whose values are no schemas.
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _VALUES = ("enum", "const", "default", "examples")

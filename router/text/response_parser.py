@@ -80,10 +80,20 @@ class ResponseParser:
     """
 
     __slots__ = (
-        "_format", "_header", "_held", "_is_cut", "_is_end", "_is_thinking",
-        "_may_open", "_parsing", "_plain_until", "_reading", "_reasoning", "has_thought",
+        "_format",
+        "_header",
+        "_held",
+        "_is_cut",
+        "_is_end",
+        "_is_thinking",
+        "_may_open",
+        "_parsing",
+        "_plain_until",
+        "_reading",
+        "_reasoning",
+        "has_thought",
         "num_calls",
-    )  # fmt: skip
+    )
 
     def __init__(self, parsing: Parsing, *, is_thinking: bool = False) -> None:
         self._parsing = parsing

@@ -149,8 +149,11 @@ class Authenticator:
             self.socket.recv_multipart(zmq.NOBLOCK)
         )
         is_allowed = (version, domain, mechanism, credentials) == (
-            ZAP_VERSION, DOMAIN, b"CURVE", [self._allowed],
-        )  # fmt: skip
+            ZAP_VERSION,
+            DOMAIN,
+            b"CURVE",
+            [self._allowed],
+        )
         verdict = (b"200", b"OK") if is_allowed else (b"400", b"another key")
         self.socket.send_multipart((ZAP_VERSION, number, *verdict, b"", b""), zmq.NOBLOCK)
 

@@ -211,8 +211,11 @@ class Listener(Generic[Out, In]):
             # An answer could not reach the dialer. It asks by itself whether its session stands.
             self.num_unnamed += 1
             if self.num_unnamed.bit_count() == 1:  # the 1st, 2nd, 4th, 8th …
-                log.warning("dropped what was left of a connection that a newer one has replaced",
-                            endpoint=self.endpoint, so_far=self.num_unnamed)  # fmt: skip
+                log.warning(
+                    "dropped what was left of a connection that a newer one has replaced",
+                    endpoint=self.endpoint,
+                    so_far=self.num_unnamed,
+                )
             return
         session_id, sequence, payload = frame
         session = self._sessions.get(peer)

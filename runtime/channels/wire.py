@@ -320,8 +320,12 @@ class Wire:
         """Log the 1st, 2nd, 4th, 8th … dropped message, because a peer may send many."""
         self.num_malformed += 1
         if self.num_malformed.bit_count() == 1:
-            log.warning("dropped a malformed message", endpoint=self.endpoint,
-                        so_far=self.num_malformed, reason=reason)  # fmt: skip
+            log.warning(
+                "dropped a malformed message",
+                endpoint=self.endpoint,
+                so_far=self.num_malformed,
+                reason=reason,
+            )
 
     def close(self, linger_ms: int = 0) -> None:
         if not self.socket.closed:

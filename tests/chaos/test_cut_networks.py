@@ -30,13 +30,17 @@ CONTROL = 5570
 PEERS = 7000
 HTTP = 8000
 CONFIG = tiny_cluster(
-    cache={"num_blocks": 400}, engine={"max_num_batched_tokens": 64, "threads": 1},
+    cache={"num_blocks": 400},
+    engine={"max_num_batched_tokens": 64, "threads": 1},
     router={
-        "control": f"tcp://10.0.0.{ROUTER}:{CONTROL}", "port": HTTP, "max_attempts": 8,
+        "control": f"tcp://10.0.0.{ROUTER}:{CONTROL}",
+        "port": HTTP,
+        "max_attempts": 8,
         "local_prefill": "never",
     },
-    transfer={"transport": "nixl", "device": "eth0"}, keys={"insecure": True},
-)  # fmt: skip
+    transfer={"transport": "nixl", "device": "eth0"},
+    keys={"insecure": True},
+)
 NUM_CLIENTS = 6
 NUM_BEFORE = 12
 HOLD_S = 6.0  # longer than it takes a router to give a silent node up

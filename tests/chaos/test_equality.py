@@ -19,9 +19,13 @@ from tests.support.stream_reader import StreamReader
 
 PROMPT = [10 + (i * i + 7 * i) % 241 for i in range(70)]
 ASKED: dict[str, object] = {
-    "model": "tiny", "prompt": PROMPT, "max_tokens": 300, "return_token_ids": True, "seed": 7,
+    "model": "tiny",
+    "prompt": PROMPT,
+    "max_tokens": 300,
+    "return_token_ids": True,
+    "seed": 7,
     "ignore_eos": True,
-}  # fmt: skip
+}
 FEATURES: dict[str, dict[str, object]] = {
     "greedy": {"temperature": 0},
     "seeded": {"top_p": 0.9},
@@ -103,12 +107,17 @@ def answers(
 @pytest.mark.parametrize(
     ("dtype", "kv", "foreign"),
     [
-        ("float32", "auto", ""), ("bfloat16", "auto", ""), ("bfloat16", "fp8", ""),
-        ("float32", "auto", "qwen3_next"), ("bfloat16", "auto", "granitemoehybrid"),
-        ("float32", "auto", "deepseek_v32"), ("bfloat16", "auto", "glm_moe_dsa"),
-        ("float32", "auto", "gemma4_text"), ("bfloat16", "auto", "kimi_linear"),
+        ("float32", "auto", ""),
+        ("bfloat16", "auto", ""),
+        ("bfloat16", "fp8", ""),
+        ("float32", "auto", "qwen3_next"),
+        ("bfloat16", "auto", "granitemoehybrid"),
+        ("float32", "auto", "deepseek_v32"),
+        ("bfloat16", "auto", "glm_moe_dsa"),
+        ("float32", "auto", "gemma4_text"),
+        ("bfloat16", "auto", "kimi_linear"),
     ],
-)  # fmt: skip
+)
 def test_features_have_equal_bits_in_every_way(dtype, kv, foreign, tmp_path):
     expected: dict[str, object] = {}
     for name, way in WAYS.items():

@@ -35,15 +35,20 @@ def settings(**nodes: object) -> ClusterConfig:
     return tiny_cluster(
         cache={"num_blocks": 600},
         engine={"max_num_batched_tokens": 64, "num_speculative_tokens": 3},
-        router={"local_prefill": "never", "max_attempts": MAX_ATTEMPTS}, **nodes,
-    )  # fmt: skip
+        router={"local_prefill": "never", "max_attempts": MAX_ATTEMPTS},
+        **nodes,
+    )
 
 
 def body(token_ids: list[int], num_tokens: int) -> dict[str, object]:
     return {
-        "model": "tiny", "prompt": token_ids, "max_tokens": num_tokens, "temperature": 0,
-        "ignore_eos": True, "return_token_ids": True,
-    }  # fmt: skip
+        "model": "tiny",
+        "prompt": token_ids,
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
 
 
 def token_ids(event: dict[str, object]) -> list[int]:
@@ -133,14 +138,20 @@ def test_streams_that_move_on_outlive_any_number_of_kills(tmp_path):
 @pytest.mark.release
 def test_a_form_goes_on_where_it_was_when_its_node_is_killed(tmp_path):
     config = tiny_cluster(
-        model_folder("qwen3", eos_token_id=2), cache={"num_blocks": 600},
-        engine={"max_num_batched_tokens": 64}, router={"local_prefill": "never"},
-    )  # fmt: skip
+        model_folder("qwen3", eos_token_id=2),
+        cache={"num_blocks": 600},
+        engine={"max_num_batched_tokens": 64},
+        router={"local_prefill": "never"},
+    )
     numbers = {"type": "array", "items": {"type": "integer"}, "minItems": 200, "maxItems": 200}
     asked = {
-        "prompt": PROMPT, "max_tokens": MANY_TOKENS, "seed": 7, "return_token_ids": True,
-        "structured_outputs": {"json": numbers}, "bad_words": ["7"],
-    }  # fmt: skip
+        "prompt": PROMPT,
+        "max_tokens": MANY_TOKENS,
+        "seed": 7,
+        "return_token_ids": True,
+        "structured_outputs": {"json": numbers},
+        "bad_words": ["7"],
+    }
     with Cluster(tmp_path, config) as cluster:
         reader = StreamReader(cluster, asked)
         for _ in range(2):

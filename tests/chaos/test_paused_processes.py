@@ -13,7 +13,7 @@ from tests.support.cluster import Cluster
 
 CONFIG = tiny_cluster(
     cache={"num_blocks": 400}, engine={"max_num_batched_tokens": 64, "threads": 1}
-)  # fmt: skip
+)
 # What is promised is 5 s. The rest is for machines that have other work.
 BACK_S = 10.0
 

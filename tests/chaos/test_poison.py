@@ -47,8 +47,9 @@ def test_a_request_that_breaks_its_nodes_ends_and_its_neighbours_go_on(tmp_path,
     make_fragile(monkeypatch)
     control = f"ipc://{tmp_path}/control"
     sections = {
-        "cache": {"num_blocks": 64}, "router": {"local_prefill": "always", "control": control},
-    }  # fmt: skip
+        "cache": {"num_blocks": 64},
+        "router": {"local_prefill": "always", "control": control},
+    }
     nodes = []
     for index in range(NUM_NODES):
         own = {"id": f"d{index}", "routers": (control,), "bind": f"ipc://{tmp_path}/d{index}"}

@@ -106,9 +106,12 @@ class Client:
 @pytest.mark.timeout(300)
 def test_streams_outlive_a_router_that_is_killed(tmp_path):
     config = tiny_cluster(
-        cache={"num_blocks": 800}, engine={"max_num_batched_tokens": 64}, decode=2,
-        node={"detached_s": DEADLINE_S}, router={"local_prefill": "never", "api_keys": (KEY,)},
-    )  # fmt: skip
+        cache={"num_blocks": 800},
+        engine={"max_num_batched_tokens": 64},
+        decode=2,
+        node={"detached_s": DEADLINE_S},
+        router={"local_prefill": "never", "api_keys": (KEY,)},
+    )
     with Cluster(tmp_path, config) as cluster, ThreadPoolExecutor(len(ASKS) + 1) as pool:
         told = Client(cluster, {"temperature": 0, "max_tokens": 200}).read().texts[0]
         # One more ends at a stop string late in its text.

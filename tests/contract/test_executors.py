@@ -58,10 +58,12 @@ names = count()
 def config_of(kind: str, folder: Path | None = None, **more: object) -> ClusterConfig:
     ranks = 2 if kind == "two ranks" else 1
     return tiny_cluster(
-        folder or "qwen3", cache={"num_blocks": NUM_BLOCKS, "block_size": BLOCK},
+        folder or "qwen3",
+        cache={"num_blocks": NUM_BLOCKS, "block_size": BLOCK},
         engine={"device": "cpu", "tensor_parallel_size": ranks},
-        transfer={"transport": "shm"}, **more,
-    )  # fmt: skip
+        transfer={"transport": "shm"},
+        **more,
+    )
 
 
 def executor_of(kind: str, config: ClusterConfig | None = None, epoch: Epoch = SOURCE) -> Executor:

@@ -21,7 +21,7 @@ from tests.support.channel_ends import (
     note,
     until_refused,
     work,
-)  # fmt: skip
+)
 from tests.support.checkpoints import model_folder
 
 REMOTE = "tcp://192.0.2.1:5570"  # an address of no host

@@ -69,9 +69,13 @@ async def test_the_async_client_streams_choices_with_usage(http):
         texts = ["", "", ""]
         usages = []
         async for chunk in await client.completions.create(
-            model="", prompt=PROMPT, max_tokens=12, n=3, stream=True,
+            model="",
+            prompt=PROMPT,
+            max_tokens=12,
+            n=3,
+            stream=True,
             stream_options={"include_usage": True},
-        ):  # fmt: skip
+        ):
             for choice in chunk.choices:
                 texts[choice.index] += choice.text
             if chunk.usage is not None:

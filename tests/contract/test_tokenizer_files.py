@@ -16,9 +16,13 @@ from tests.support.sources import REPOSITORY
 
 TEXT = f"hello <|new|> the end{END} <|other|> x"
 NEW = {
-    "content": "<|new|>", "lstrip": False, "rstrip": False, "single_word": False,
-    "normalized": False, "special": True,
-}  # fmt: skip
+    "content": "<|new|>",
+    "lstrip": False,
+    "rstrip": False,
+    "single_word": False,
+    "normalized": False,
+    "special": True,
+}
 KNOWN = NEW | {"content": END}
 CONFIG = "tokenizer_config.json"
 MAP = "special_tokens_map.json"
@@ -120,8 +124,10 @@ def test_the_script_of_the_documents_writes_the_tokenizer_of_a_folder_with_tikto
     expected = [
         *(ids[token] for token in (b"the", b" the", b" ", b"12", b"3", b"4")),
         *(ids[token] for token in ("你".encode(), "你".encode(), b"the", b"n", "你".encode())),
-        first, first + 3, *(ids[bytes([byte])] for byte in "好".encode()),
-    ]  # fmt: skip
+        first,
+        first + 3,
+        *(ids[bytes([byte])] for byte in "好".encode()),
+    ]
     assert text.encode_now("the the 1234你你then你<|new|><|call|>好") == expected
     assert text.decode(expected, skip_special_tokens=False).endswith("then你<|new|><|call|>好")
     text.close()

@@ -21,8 +21,16 @@ NUM_TOKENS = 20
 IMPL = {"model_impl": "transformers"}  # for the families that baton's own decoder has, too
 RUNS = ("qwen3_moe", "olmo2", "gemma3_text", "gpt_oss")
 OTHERS = (
-    "deepseek_v3", "mixtral", "phi3", "granite", "cohere", "smollm3", "glm4", "gpt2", "gemma2",
-)  # fmt: skip
+    "deepseek_v3",
+    "mixtral",
+    "phi3",
+    "granite",
+    "cohere",
+    "smollm3",
+    "glm4",
+    "gpt2",
+    "gemma2",
+)
 REFUSED = {
     "bloom": "0 of 2 layers attend",
     "mamba": "layers of the kind linear_attention",
@@ -121,9 +129,12 @@ def test_ranks_cannot_share_a_model_of_transformers():
 
 def test_longrope_is_exact_up_to_its_original_length_only(tmp_path):
     rope = {
-        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8,
-        "long_factor": [2.0] * 8, "original_max_position_embeddings": 256,
-    }  # fmt: skip
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+        "original_max_position_embeddings": 256,
+    }
     folder = changed(tmp_path, "phi3", rope_parameters=rope, original_max_position_embeddings=256)
     config = with_values(compute_config(folder), {"model.model_impl": "transformers"})
     with pytest.raises(ConfigError, match=r"set model\.max_model_len to at most 256"):

@@ -62,10 +62,14 @@ class Peers:
         epoch = Epoch(f"{self.mode}-{next(_epochs)}")
         return self._start(
             PeerOptions(
-                epoch, transport, NUM_BLOCKS, block_bytes, limits,
+                epoch,
+                transport,
+                NUM_BLOCKS,
+                block_bytes,
+                limits,
                 is_polled="polled" in self.mode,
             )
-        )  # fmt: skip
+        )
 
     def _start(self, options: PeerOptions) -> TransferPeer:
         peer = TransferPeer(options, {"UCX_TLS": "tcp"} if self.mode.endswith("tcp") else {})

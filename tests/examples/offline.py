@@ -33,8 +33,13 @@ def chat(llm: LLM) -> None:
         {"role": "user", "content": [{"type": "text", "text": "What is 17 + 25?"}]},
     ]
     outputs = llm.chat(conversation, sampling_params=sampling_params, use_tqdm=False)
-    outputs += llm.chat([conversation] * 3, sampling_params, use_tqdm=True, tools=[WEATHER],
-                        chat_template_kwargs={"enable_thinking": False})  # fmt: skip
+    outputs += llm.chat(
+        [conversation] * 3,
+        sampling_params,
+        use_tqdm=True,
+        tools=[WEATHER],
+        chat_template_kwargs={"enable_thinking": False},
+    )
     for output in outputs:
         print(f"Prompt: {output.prompt!r}\nGenerated text: {output.outputs[0].text!r}")
     assert len(outputs) == 4

@@ -62,17 +62,37 @@ def whole_requests(draw: st.DrawFn) -> tuple[str, bytes]:
     """Draw a request that is well-formed as HTTP, and what it is."""
     if draw(st.integers(0, 3)) == 0:
         path = draw(st.sampled_from(GETS))
-        path = path.replace("{name}", "tiny").replace("{id}", draw(st.sampled_from((
-            "cmpl-1", "a" * 3_000, "%00", "..%2f..", "cmpl-1:0.0",
-        ))))  # fmt: skip
+        path = path.replace("{name}", "tiny").replace(
+            "{id}",
+            draw(
+                st.sampled_from(
+                    (
+                        "cmpl-1",
+                        "a" * 3_000,
+                        "%00",
+                        "..%2f..",
+                        "cmpl-1:0.0",
+                    )
+                )
+            ),
+        )
         event = draw(st.sampled_from(("", "x", "cmpl-1:1e@0", "cmpl-1:" + "9" * 500, ":::")))
         more = (f"Last-Event-ID: {event}",) if event else ()
         return f"GET {path[:40]}", head("GET", path, *more)
     path, body = draw(bodies())
-    more = draw(st.sampled_from((
-        (), (), (), ("Expect: 100-continue",), ("Accept: text/event-stream",),
-        ("Last-Event-ID: cmpl-1:0.0",), ("X-Request-Id: a",),
-    )))  # fmt: skip
+    more = draw(
+        st.sampled_from(
+            (
+                (),
+                (),
+                (),
+                ("Expect: 100-continue",),
+                ("Accept: text/event-stream",),
+                ("Last-Event-ID: cmpl-1:0.0",),
+                ("X-Request-Id: a",),
+            )
+        )
+    )
     lines = ("Content-Type: application/json", f"Content-Length: {len(body)}", *more)
     return f"POST {path}", head("POST", path, *lines) + body
 
@@ -117,10 +137,20 @@ def chunked(draw: st.DrawFn) -> Attack:
         chunks.append(b"%x%s\r\n%s\r\n" % (len(part), extension, part))
         position = position + len(part)
         index = index + 1
-    end = draw(st.sampled_from((
-        b"0\r\n\r\n", b"0\r\n\r\n", b"0\r\na: b\r\n\r\n", b"zz\r\n", b"-1\r\n\r\n",
-        b"ffffffffffffffff\r\n", b"0\r\n" + b"a: b\r\n" * 500, b"",
-    )))  # fmt: skip
+    end = draw(
+        st.sampled_from(
+            (
+                b"0\r\n\r\n",
+                b"0\r\n\r\n",
+                b"0\r\na: b\r\n\r\n",
+                b"zz\r\n",
+                b"-1\r\n\r\n",
+                b"ffffffffffffffff\r\n",
+                b"0\r\n" + b"a: b\r\n" * 500,
+                b"",
+            )
+        )
+    )
     is_whole = end == b"0\r\n\r\n" and position >= len(body)
     if draw(st.booleans()):
         pieces: tuple[bytes, ...] = (start + b"".join(chunks) + end,)
@@ -168,49 +198,53 @@ def malformed(draw: st.DrawFn) -> Attack:
     """Draw what is no request, or one that servers disagree about."""
     num = draw(st.sampled_from((10, 1_000, 20_000, 1_000_000)))
     post = "POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + JSON_TYPE
-    text = draw(st.sampled_from((
-        "GET /" + "a" * num + " HTTP/1.1\r\n\r\n",
-        "GET / HTTP/1.1\r\n" + "a: b\r\n" * num + "\r\n",
-        "GET / HTTP/1.1\r\nCookie: " + "c" * num + "\r\n\r\n",
-        "GET /live HTTP/1.0\r\n\r\n",
-        "GET /live HTTP/1.1\r\n\r\n",
-        "GET /live\r\n\r\n",
-        "GET /live HTTP/9.9\r\nHost: x\r\n\r\n",
-        "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        "GET * HTTP/1.1\r\nHost: x\r\n\r\n",
-        "GET http://[::1 HTTP/1.1\r\nHost: x\r\n\r\n",
-        "GET /%ff%00?%zz=1#x HTTP/1.1\r\nHost: x\r\n\r\n",
-        "CONNECT a:1 HTTP/1.1\r\nHost: x\r\n\r\n",
-        "OPTIONS * HTTP/1.1\r\nHost: x\r\nOrigin: http://a\r\n\r\n",
-        "TRACE /live HTTP/1.1\r\nHost: x\r\n\r\n",
-        "\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
-        "\0" * num,
-        "\r\n" * num,
-        "GET /live HTTP/1.1\nHost: x\n\n",
-        "GET /live HTTP/1.1\r\nHost: x\r\n folded: y\r\n\r\n",
-        "GET /live HTTP/1.1\r\nHost : x\r\n\r\n",
-        "GET /live HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-        "Sec-WebSocket-Key: a\r\n\r\n",
-        post + "Expect: 999\r\nContent-Length: 2\r\n\r\n{}",
-        post + "Expect: 100-continue\r\nContent-Length: 2\r\n\r\n{}",
-        "GET /live HTTP/1.1\r\nHost: x\r\nExpect: x\r\n\r\n",
-        post + "Content-Length: -1\r\n\r\n{}",
-        post + "Content-Length: 2\r\nContent-Length: 3\r\n\r\n{} ",
-        post + "Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-        post + "Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
-        post + "Transfer-Encoding: identity\r\n\r\n{}",
-        post + "Content-Length: 99999999999999999999\r\n\r\n{}",
-        post + f"Content-Length: {num}\r\n\r\n" + "{",
-        post.replace("json", "xml") + "Content-Length: 2\r\n\r\n{}",
-        post.replace("json", 'json; charset="utf-16"') + "Content-Length: 2\r\n\r\n{}",
-        post.replace("json", "json; " + "a=b; " * 2_000) + "Content-Length: 2\r\n\r\n{}",
-        "POST /live HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nabc",
-        "DELETE /v1/completions HTTP/1.1\r\nHost: x\r\n\r\n",
-        "HEAD /v1/models HTTP/1.1\r\nHost: x\r\n\r\n",
-        "GET /v1/models/" + "%41" * 900 + " HTTP/1.1\r\nHost: x\r\n\r\n",
-        "GET /live HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\r\n\r\n",
-        "GET /live HTTP/1.1\r\nHost: x\r\nX-Request-Id: \x01\x02\r\n\r\n",
-    )))  # fmt: skip
+    text = draw(
+        st.sampled_from(
+            (
+                "GET /" + "a" * num + " HTTP/1.1\r\n\r\n",
+                "GET / HTTP/1.1\r\n" + "a: b\r\n" * num + "\r\n",
+                "GET / HTTP/1.1\r\nCookie: " + "c" * num + "\r\n\r\n",
+                "GET /live HTTP/1.0\r\n\r\n",
+                "GET /live HTTP/1.1\r\n\r\n",
+                "GET /live\r\n\r\n",
+                "GET /live HTTP/9.9\r\nHost: x\r\n\r\n",
+                "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+                "GET * HTTP/1.1\r\nHost: x\r\n\r\n",
+                "GET http://[::1 HTTP/1.1\r\nHost: x\r\n\r\n",
+                "GET /%ff%00?%zz=1#x HTTP/1.1\r\nHost: x\r\n\r\n",
+                "CONNECT a:1 HTTP/1.1\r\nHost: x\r\n\r\n",
+                "OPTIONS * HTTP/1.1\r\nHost: x\r\nOrigin: http://a\r\n\r\n",
+                "TRACE /live HTTP/1.1\r\nHost: x\r\n\r\n",
+                "\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+                "\0" * num,
+                "\r\n" * num,
+                "GET /live HTTP/1.1\nHost: x\n\n",
+                "GET /live HTTP/1.1\r\nHost: x\r\n folded: y\r\n\r\n",
+                "GET /live HTTP/1.1\r\nHost : x\r\n\r\n",
+                "GET /live HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+                "Sec-WebSocket-Key: a\r\n\r\n",
+                post + "Expect: 999\r\nContent-Length: 2\r\n\r\n{}",
+                post + "Expect: 100-continue\r\nContent-Length: 2\r\n\r\n{}",
+                "GET /live HTTP/1.1\r\nHost: x\r\nExpect: x\r\n\r\n",
+                post + "Content-Length: -1\r\n\r\n{}",
+                post + "Content-Length: 2\r\nContent-Length: 3\r\n\r\n{} ",
+                post + "Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+                post + "Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+                post + "Transfer-Encoding: identity\r\n\r\n{}",
+                post + "Content-Length: 99999999999999999999\r\n\r\n{}",
+                post + f"Content-Length: {num}\r\n\r\n" + "{",
+                post.replace("json", "xml") + "Content-Length: 2\r\n\r\n{}",
+                post.replace("json", 'json; charset="utf-16"') + "Content-Length: 2\r\n\r\n{}",
+                post.replace("json", "json; " + "a=b; " * 2_000) + "Content-Length: 2\r\n\r\n{}",
+                "POST /live HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nabc",
+                "DELETE /v1/completions HTTP/1.1\r\nHost: x\r\n\r\n",
+                "HEAD /v1/models HTTP/1.1\r\nHost: x\r\n\r\n",
+                "GET /v1/models/" + "%41" * 900 + " HTTP/1.1\r\nHost: x\r\n\r\n",
+                "GET /live HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\r\n\r\n",
+                "GET /live HTTP/1.1\r\nHost: x\r\nX-Request-Id: \x01\x02\r\n\r\n",
+            )
+        )
+    )
     data = text.encode("latin-1")
     copies = draw(st.sampled_from((1, 1, 4, 16)))
     cuts = draw(st.lists(st.integers(1, min(len(data), 400)), max_size=4))

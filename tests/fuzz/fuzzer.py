@@ -194,9 +194,12 @@ def drawn(seed: int, number: int) -> list[Attack]:
 
     @hypothesis.seed(seed * 1_000_000 + number)
     @settings(
-        max_examples=2, database=None, deadline=None, phases=[Phase.generate],
+        max_examples=2,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
+    )
     @given(volleys())
     def draw(volley: list[Attack]) -> None:
         volleys_drawn.append(volley)

@@ -15,10 +15,25 @@ MAX_LIST_CHARS = 1 << 20
 TEXTS = st.sampled_from(
     ("x", "the end", "", "</think>", "<tool_call>", "\u0000", "é\u2028", "{{ x }}", "a" * 5_000)
 )
-NUMBERS = st.sampled_from((
-    "0", "1", "2", "5", "16", "-1", "1.5", "-0.0", "2147483648", "9223372036854775808", "1e999",
-    "NaN", "-Infinity", "1e-320", "9" * 400,
-))  # fmt: skip
+NUMBERS = st.sampled_from(
+    (
+        "0",
+        "1",
+        "2",
+        "5",
+        "16",
+        "-1",
+        "1.5",
+        "-0.0",
+        "2147483648",
+        "9223372036854775808",
+        "1e999",
+        "NaN",
+        "-Infinity",
+        "1e-320",
+        "9" * 400,
+    )
+)
 
 
 def nested(begin: str, end: str, depth: int, middle: str = "1") -> str:
@@ -108,11 +123,25 @@ def object_of(
 
 def hostile_patterns() -> Strategy:
     sizes = st.sampled_from((1, 3, 10, 40, 300, 3_000))
-    shapes = st.sampled_from((
-        "(a|b)*a(a|b){%d}", "(x{1,%d}){1,100}", "(.*a.*){%d}", ".{0,%d}b", r"(\p{L}|\d){%d}",
-        "((a?){%d}){20}", "(?i:straße){%d}", "[^\"]{%d,}", "(a|aa|aaa){%d}z", r"\w{%d}(?=a)",
-        r"(a)\1{%d}", "(((((a{%d}", "(?:)", "(a*)*{%d}", "(?s:.*)x{%d}(?s:.*)",
-    ))  # fmt: skip
+    shapes = st.sampled_from(
+        (
+            "(a|b)*a(a|b){%d}",
+            "(x{1,%d}){1,100}",
+            "(.*a.*){%d}",
+            ".{0,%d}b",
+            r"(\p{L}|\d){%d}",
+            "((a?){%d}){20}",
+            "(?i:straße){%d}",
+            '[^"]{%d,}',
+            "(a|aa|aaa){%d}z",
+            r"\w{%d}(?=a)",
+            r"(a)\1{%d}",
+            "(((((a{%d}",
+            "(?:)",
+            "(a*)*{%d}",
+            "(?s:.*)x{%d}(?s:.*)",
+        )
+    )
     return st.builds(lambda shape, size: shape.replace("%d", str(size)), shapes, sizes)
 
 
@@ -148,15 +177,21 @@ def hostile_grammars() -> Strategy:
     num = st.sampled_from((1, 20, 1_000, 6_000))
     return st.one_of(
         num.map(lambda n: "start: a\n" + "a: " + "a a | " * n + '"x"'),
-        num.map(lambda n: "start: " + " ".join(f"r{i}" for i in range(n)) + "\n"
-                + "\n".join(f'r{i}: r{i + 1}? "{i}"' for i in range(n))),
+        num.map(
+            lambda n: (
+                "start: "
+                + " ".join(f"r{i}" for i in range(n))
+                + "\n"
+                + "\n".join(f'r{i}: r{i + 1}? "{i}"' for i in range(n))
+            )
+        ),
         num.map(lambda n: f"start: /(a|b)*a(a|b){{{n}}}/ /(b|a)*b(a|b){{{n}}}/"),
         num.map(lambda n: "start: " + "(" * n + '"a"' + ")?" * n),
         num.map(lambda n: "root ::= " + "[a-z] " * n),
         num.map(lambda n: f"start: A & B\nA: /(.*x){{{n}}}/\nB: /(.*y){{{n}}}/"),
         hostile_schemas().map(lambda s: f"start: %json {s}"),
         st.just('{"grammars":[{"lark_grammar":"start: @a"}]}'),
-    )  # fmt: skip
+    )
 
 
 @st.composite
@@ -185,18 +220,24 @@ def fields_with_a_form(draw: st.DrawFn, path: str) -> dict[str, str]:
     schema = draw(hostile_schemas())
     named = f'{{"type":"json_schema","name":"f","schema":{schema},"strict":true}}'
     function = f'{{"name":"f","parameters":{schema},"strict":true}}'
+    form = function.replace('"parameters"', '"schema"', 1)
     turn = '[{"role":"user","content":"x"}]'
     match path:
         case "/v1/completions":
             return {"prompt": '"x"', "structured_outputs": draw(forms())}
         case "/v1/chat/completions":
-            asked = draw(st.sampled_from((
-                {"response_format": f'{{"type":"json_schema","json_schema":{function}}}'
-                 .replace('"parameters"', '"schema"', 1)},
-                {"tools": f'[{{"type":"function","function":{function}}}]',
-                 "tool_choice": '"required"'},
-                {"structured_outputs": draw(forms())},
-            )))  # fmt: skip
+            asked = draw(
+                st.sampled_from(
+                    (
+                        {"response_format": f'{{"type":"json_schema","json_schema":{form}}}'},
+                        {
+                            "tools": f'[{{"type":"function","function":{function}}}]',
+                            "tool_choice": '"required"',
+                        },
+                        {"structured_outputs": draw(forms())},
+                    )
+                )
+            )
             return {"messages": turn, **asked}
         case "/v1/responses":
             return {"input": '"x"', "text": f'{{"format":{named}}}'}
@@ -232,9 +273,14 @@ def large_fields(draw: st.DrawFn, path: str) -> dict[str, str]:
         case "/v1/responses":
             return {"input": draw(st.sampled_from((words, f"[{turn}]", turns)))}
         case "/tokenize":
-            return draw(st.sampled_from((
-                {"prompt": words, "return_token_strs": "true"}, {"messages": turns},
-            )))  # fmt: skip
+            return draw(
+                st.sampled_from(
+                    (
+                        {"prompt": words, "return_token_strs": "true"},
+                        {"messages": turns},
+                    )
+                )
+            )
         case "/detokenize":
             return {"tokens": ids}
     return {}

@@ -99,8 +99,11 @@ class _Watcher:
     async def _one_stream(self) -> None:
         """Read one stream, whose tokens must be those of the nodes."""
         body = {
-            "prompt": PROMPT, "max_tokens": NUM_TOKENS, "stream": True, "return_token_ids": True,
-        }  # fmt: skip
+            "prompt": PROMPT,
+            "max_tokens": NUM_TOKENS,
+            "stream": True,
+            "return_token_ids": True,
+        }
         data = msgspec.json.encode(body)
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"

@@ -16,9 +16,13 @@ BF16 = torch.bfloat16
 FP32 = torch.float32
 LENGTHS = (1, 15, 16, 17, 255, 256, 257, 1000, 4097, 0)
 PROMPTS = AttentionShape(
-    contexts=(1000, 5, 2049, 129, 64), queries=(700, 5, 300, 129, 1), num_heads=32, kv_heads=8,
-    head_dim=128, dtype=BF16,
-)  # fmt: skip
+    contexts=(1000, 5, 2049, 129, 64),
+    queries=(700, 5, 300, 129, 1),
+    num_heads=32,
+    kv_heads=8,
+    head_dim=128,
+    dtype=BF16,
+)
 MODELS = {
     "8B": PROMPTS,
     "group of 7": replace(PROMPTS, num_heads=28, kv_heads=4),

@@ -45,8 +45,11 @@ def test_the_picture_names_messages_that_exist():
 def test_generated_pages_are_current():
     done = subprocess.run(
         [sys.executable, "docs/generate.py", "--check"],
-        cwd=REPOSITORY, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
 
 

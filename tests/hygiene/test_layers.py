@@ -31,9 +31,15 @@ BELOW = {
     "router": ("protocol", "runtime"),
     "bench": ("protocol", "runtime"),
     "deploy": (
-        "protocol", "runtime", "kv_transfer", "model", "prefill_node", "decode_node", "router",
+        "protocol",
+        "runtime",
+        "kv_transfer",
+        "model",
+        "prefill_node",
+        "decode_node",
+        "router",
     ),
-}  # fmt: skip
+}
 PACKAGES = {
     "protocol": "msgspec",
     "runtime": "msgspec prometheus_client psutil yaml zmq",
@@ -53,39 +59,59 @@ PACKAGES = {
 WITHIN = {
     "node/scheduling": (),
     "kernels/cpu": (
-        "kernels/constants.py", "kernels/reference.py", "kernels/state_layout.py",
+        "kernels/constants.py",
+        "kernels/reference.py",
+        "kernels/state_layout.py",
         "kernels/state_reference.py",
     ),
     "kernels/cuda": ("kernels/constants.py", "kernels/reference.py"),
     "model/config": (),
     "model/checkpoint": ("model/config",),
     "model/layers": (
-        "model/config", "model/tensor_parallel.py", "model/batch_invariance/row_rule.py",
+        "model/config",
+        "model/tensor_parallel.py",
+        "model/batch_invariance/row_rule.py",
     ),
     "model/batch_invariance": ("model/layers",),
     "model/loading": (
-        "model/config", "model/checkpoint", "model/layers", "model/batch_invariance",
+        "model/config",
+        "model/checkpoint",
+        "model/layers",
+        "model/batch_invariance",
         "model/tensor_parallel.py",
     ),
     "model/transformers_code": (
-        "model/config", "model/checkpoint", "model/layers", "model/batch_invariance",
+        "model/config",
+        "model/checkpoint",
+        "model/layers",
+        "model/batch_invariance",
         "model/loading",
         "model/tensor_parallel.py",
     ),
     "model/sampling": (),
     "model/runner": (
-        "model/config", "model/checkpoint", "model/layers", "model/batch_invariance",
+        "model/config",
+        "model/checkpoint",
+        "model/layers",
+        "model/batch_invariance",
         "model/loading",
-        "model/transformers_code", "model/sampling", "model/tensor_parallel.py",
+        "model/transformers_code",
+        "model/sampling",
+        "model/tensor_parallel.py",
     ),
     "router/text": ("router/outputs.py", "router/worker.py"),
     "router/core": ("router/outputs.py", "router/text/detokenizer.py"),
     "router/http/api": (
-        "router/outputs.py", "router/text_router.py", "router/text", "router/core",
+        "router/outputs.py",
+        "router/text_router.py",
+        "router/text",
+        "router/core",
         "router/worker.py",
-        "router/http/errors.py", "router/http/connections.py", "router/http/metrics.py",
+        "router/http/errors.py",
+        "router/http/connections.py",
+        "router/http/metrics.py",
     ),
-}  # fmt: skip
+}
 # Only the process of a router joins its HTTP side to the rest.
 HTTP_USERS = {"router/main.py"}
 # Ways from data to code.

@@ -19,9 +19,17 @@ USES = {
     "router": ("tests/contract/test_router_core.py", "tests/contract/test_router_nodes.py"),
 }
 HOST_ONLY_ROOMS = (
-    "protocol", "runtime", "kv_transfer", "node", "model/config", "model/checkpoint",
-    "prefill_node", "decode_node", "router", "deploy",
-)  # fmt: skip
+    "protocol",
+    "runtime",
+    "kv_transfer",
+    "node",
+    "model/config",
+    "model/checkpoint",
+    "prefill_node",
+    "decode_node",
+    "router",
+    "deploy",
+)
 
 
 @pytest.mark.parametrize("group", USES)
@@ -59,6 +67,9 @@ def run_without_torch(code: str) -> None:
     check = "\nimport sys\nassert 'torch' not in sys.modules, 'torch was loaded'\n"
     done = subprocess.run(
         [sys.executable, "-c", code + check],
-        cwd=REPOSITORY, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -67,11 +67,12 @@ def collector() -> Iterator[Collector]:
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Cluster]:
     config = tiny_cluster(
-        model_folder("llama", eos_token_id=2), cache={"num_blocks": NUM_BLOCKS},
+        model_folder("llama", eos_token_id=2),
+        cache={"num_blocks": NUM_BLOCKS},
         engine={"max_num_batched_tokens": 64, "num_speculative_tokens": 3, "prompt_lookup_min": 1},
         router={"local_prefill": "never", "otlp_traces_endpoint": collector.url},
         node={"http": "127.0.0.1:0"},
-    )  # fmt: skip
+    )
     with Cluster(tmp_path_factory.mktemp("cluster"), config) as cluster:
         for _ in range(2):  # the second finds the first one's blocks in the prefix caches
             cluster.complete(prompt=prompt(65), max_tokens=8, temperature=0, ignore_eos=True)

@@ -15,8 +15,18 @@ from baton.bench.report.document import read_json
 from baton.bench.report.page import shown
 
 SECRET = "a-key-that-must-not-be-written"
-ASKED = ("--prompt", "uniform:20-90", "--output", "12", "--warm-up", "2",
-         "--vocabulary", "300-1000", "--requests", "6")  # fmt: skip
+ASKED = (
+    "--prompt",
+    "uniform:20-90",
+    "--output",
+    "12",
+    "--warm-up",
+    "2",
+    "--vocabulary",
+    "300-1000",
+    "--requests",
+    "6",
+)
 
 
 def command(*words: str) -> list[str]:
@@ -26,9 +36,14 @@ def command(*words: str) -> list[str]:
 def bench(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "BATON_BENCH_API_KEY": SECRET}
     done = subprocess.run(
-        command(*words), cwd=folder, env=env, capture_output=True, text=True, check=False,
+        command(*words),
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
         timeout=100,
-    )  # fmt: skip
+    )
     assert "Traceback" not in done.stderr
     assert SECRET not in done.stdout + done.stderr
     return done
@@ -68,9 +83,12 @@ def test_a_storm_of_refusals_ends_early_with_the_servers_words(cluster, tmp_path
 def test_an_interrupted_run_says_so_and_keeps_what_it_has(cluster, tmp_path):
     words = ("run", "--url", cluster.url(""), "--concurrency", "1", *ASKED, "--out", "report")
     running = subprocess.Popen(
-        command(*words, "--requests", "3000", "--prompt", "20"), cwd=tmp_path,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        command(*words, "--requests", "3000", "--prompt", "20"),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         # The first line says that the server was reached, the others come from the load itself.
         assert "serves tiny" in running.stderr.readline()

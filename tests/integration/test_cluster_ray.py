@@ -37,16 +37,26 @@ def ray_env(tmp_path_factory):
     env["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"  # Ray need not wait for others' work
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
         words = [
-            "--head", "--block", f"--node-ip-address={HEAD}", "--port=0", "--no-monitor",
-            "--include-dashboard=false", "--include-log-monitor=false", "--disable-usage-stats",
-            "--num-cpus=3", "--object-store-memory=100000000", "--dashboard-agent-listen-port=0",
+            "--head",
+            "--block",
+            f"--node-ip-address={HEAD}",
+            "--port=0",
+            "--no-monitor",
+            "--include-dashboard=false",
+            "--include-log-monitor=false",
+            "--disable-usage-stats",
+            "--num-cpus=3",
+            "--object-store-memory=100000000",
+            "--dashboard-agent-listen-port=0",
             f"--temp-dir={folder}",
-        ]  # fmt: skip
+        ]
         head = subprocess.Popen(
             [sys.executable, "-m", "ray.scripts.scripts", "start", *words],
             env={**os.environ, **env},
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         try:
             address = Path(folder) / "ray_current_cluster"
             until(lambda: address.exists() and address.read_text().strip())
@@ -103,8 +113,11 @@ def test_a_cluster_on_ray_serves_survives_an_actor_and_drains(ray_env, tmp_path)
         placed.run("down")
     held = subprocess.run(
         [sys.executable, "-c", HELD],
-        env={**os.environ, **ray_env}, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        env={**os.environ, **ray_env},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert held.stdout.strip() == "[] 0.0"
 
 

@@ -32,8 +32,9 @@ def test_a_detached_cluster_serves_until_it_is_down(small):
     before = small.processes()
     assert set(before) == {"router-0", "prefill-0", "decode-0"}
     assert (small.state.stat().st_mode & 0o777, list(small.state.glob("*.json"))) == (
-        0o700, [path for path in small.state.glob("*.json") if path.stat().st_mode & 0o777 == 0o600]
-    )  # fmt: skip
+        0o700,
+        [path for path in small.state.glob("*.json") if path.stat().st_mode & 0o777 == 0o600],
+    )
     code, _, complained = small.run("up", "--detach")
     assert (code, "is up already" in complained) == (2, True)
     # The supervisor starts a process again, and the cluster serves as before.
@@ -83,15 +84,20 @@ def test_a_cluster_in_front_ends_with_its_command(number, small):
         ({"model": "/nowhere"}, 2, "router-0 on 127.0.0.1: model /nowhere does not exist"),
         (
             {"pools": {"decode": {"role": "decode", "settings": HASTY}}},
-            1, "decode-0 on 127.0.0.1 ended while starting (exit code 1: no progress for 0.01 s",
+            1,
+            "decode-0 on 127.0.0.1 ended while starting (exit code 1: no progress for 0.01 s",
         ),
         (
-            {"pools": {"decode": {"role": "decode", "hosts": ["198.51.100.7"]}},
-             "routers": [{"host": "198.51.100.7"}], "settings": {"keys": {"insecure": True}}},
-            2, "none of the description's hosts is this machine (198.51.100.7)",
+            {
+                "pools": {"decode": {"role": "decode", "hosts": ["198.51.100.7"]}},
+                "routers": [{"host": "198.51.100.7"}],
+                "settings": {"keys": {"insecure": True}},
+            },
+            2,
+            "none of the description's hosts is this machine (198.51.100.7)",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_failed_start_is_one_line_and_leaves_nothing(changes, code, said, small):
     small.content |= changes
     ended, _, complained = small.run("up", "--detach")
@@ -108,22 +114,26 @@ LATE = "127.0.0.2"  # another host, as far as the description goes
     ("changes", "words", "said"),
     [
         (
-            {"pools": {"decode": {"role": "decode", "hosts": [LATE]}}}, (),
+            {"pools": {"decode": {"role": "decode", "hosts": [LATE]}}},
+            (),
             f"decode-0 on {LATE}: router-0 already has a node with this id",
         ),
         pytest.param(
-            {"routers": [{"host": "127.0.0.1", "port": 1, "control_port": 2}]}, ("--timeout", "5"),
+            {"routers": [{"host": "127.0.0.1", "port": 1, "control_port": 2}]},
+            ("--timeout", "5"),
             "not ready within 5 s: router-0 on 127.0.0.1 does not answer",
             marks=pytest.mark.release,
         ),
     ],
     ids=["id", "host"],
-)  # fmt: skip
+)
 def test_a_host_that_does_not_fit_is_named_and_the_cluster_serves_on(changes, words, said, joined):
     late = Deployed(joined.folder / "late")
     late.content = {
-        **joined.content, "pools": {"late": {"role": "decode", "hosts": [LATE]}}, **changes,
-    }  # fmt: skip
+        **joined.content,
+        "pools": {"late": {"role": "decode", "hosts": [LATE]}},
+        **changes,
+    }
     late.content["key"] = str(joined.folder / "cluster.key")
     before = joined.processes()
     code, _, complained = late.run("up", "--detach", "--host", LATE, *words)

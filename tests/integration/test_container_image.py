@@ -89,10 +89,21 @@ def store(tmp_path_factory):
     store.run("buildah", "add", "base", str(base), "/")
     store.run("buildah", "commit", "base", f"{IMAGE}-base")
     store.run(
-        "buildah", "bud", "--isolation", "chroot", "--format", "docker", *as_pip_is_set_up(),
-        "--build-arg", f"BASE={IMAGE}-base", "-f", "deploy/containers/Dockerfile", "-t", IMAGE,
+        "buildah",
+        "bud",
+        "--isolation",
+        "chroot",
+        "--format",
+        "docker",
+        *as_pip_is_set_up(),
+        "--build-arg",
+        f"BASE={IMAGE}-base",
+        "-f",
+        "deploy/containers/Dockerfile",
+        "-t",
+        IMAGE,
         str(REPOSITORY),
-    )  # fmt: skip
+    )
     shutil.rmtree(base)
     yield store
     store.run("buildah", "rm", "--all")
@@ -118,14 +129,29 @@ def composed(store: Store, on: Hosts) -> Iterator[None]:
     """Run the services of compose.yaml, each on a host of its own, until they are healthy."""
     names = [f"--add-host={name}:10.0.0.{host}" for name, host in HOST_OF.items()]
     confined = [
-        "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--read-only", "--tmpfs",
-        "/tmp", *LIMITS,
-    ]  # fmt: skip
+        "--cap-drop",
+        "ALL",
+        "--security-opt",
+        "no-new-privileges",
+        "--read-only",
+        "--tmpfs",
+        "/tmp",
+        *LIMITS,
+    ]
     made = COMPOSE["services"]["key"]
     store.podman(
-        "run", "--rm", "--network", "none", *confined, *volumes(made), "--entrypoint",
-        made["entrypoint"][0], IMAGE, *made["entrypoint"][1:], *made["command"],
-    )  # fmt: skip
+        "run",
+        "--rm",
+        "--network",
+        "none",
+        *confined,
+        *volumes(made),
+        "--entrypoint",
+        made["entrypoint"][0],
+        IMAGE,
+        *made["entrypoint"][1:],
+        *made["command"],
+    )
     with ExitStack() as stack:
         for name, host in HOST_OF.items():
             service = COMPOSE["services"][name]
@@ -134,10 +160,21 @@ def composed(store: Store, on: Hosts) -> Iterator[None]:
                 for variable, text in service["environment"].items()
             ]
             store.podman(
-                "run", "--detach", "--name", name, "--hostname", service["hostname"], *names,
-                "--network", f"ns:{on.namespace(host)}", *confined, *volumes(service), *given,
-                IMAGE, *service["command"],
-            )  # fmt: skip
+                "run",
+                "--detach",
+                "--name",
+                name,
+                "--hostname",
+                service["hostname"],
+                *names,
+                "--network",
+                f"ns:{on.namespace(host)}",
+                *confined,
+                *volumes(service),
+                *given,
+                IMAGE,
+                *service["command"],
+            )
             stack.callback(store.podman, "rm", "--force", name)
         deadline_s = time.monotonic() + TIMEOUT_S
         while ask(on, "/health").get("status") != "ready":

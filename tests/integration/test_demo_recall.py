@@ -48,10 +48,12 @@ def score(answers: list[str]) -> int:
 
 def settings(num_guesses: int = 0) -> ClusterConfig:
     return tiny_cluster(
-        CHECKPOINT, cache={"num_blocks": 1200},
+        CHECKPOINT,
+        cache={"num_blocks": 1200},
         engine={"max_num_batched_tokens": 512, "num_speculative_tokens": num_guesses},
-        router={"local_prefill": "never"}, transfer={"transport": "shm"},
-    )  # fmt: skip
+        router={"local_prefill": "never"},
+        transfer={"transport": "shm"},
+    )
 
 
 async def recalled(llm: AsyncLLM) -> list[str]:

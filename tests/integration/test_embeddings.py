@@ -30,8 +30,9 @@ from tests.support.pooling_folders import (
 TOLERANCE = 1e-3
 TEXTS = ["roses are red", "snow", "a long story about nothing at all " * 12]
 SETTINGS: dict[str, object] = {
-    "cache": {"num_blocks": 300}, "engine": {"max_num_batched_tokens": 64, "threads": 1},
-}  # fmt: skip
+    "cache": {"num_blocks": 300},
+    "engine": {"max_num_batched_tokens": 64, "threads": 1},
+}
 
 
 def ids_of(folder: Path, text: str) -> list[int]:

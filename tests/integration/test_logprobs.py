@@ -30,9 +30,10 @@ SAMPLED = PLAIN.clone(
 
 def settings(budget: int = 64) -> ClusterConfig:
     return tiny_cluster(
-        model_folder("llama"), cache={"block_size": 16, "num_blocks": 700},
+        model_folder("llama"),
+        cache={"block_size": 16, "num_blocks": 700},
         engine={"max_num_batched_tokens": budget, "max_num_seqs": 16},
-    )  # fmt: skip
+    )
 
 
 async def said(llm: AsyncLLM) -> list[list[CompletionOutput]]:

@@ -79,8 +79,13 @@ def hub() -> Iterator[str]:
 
 
 def fetched(hub: str, cache: Path, code: str = FETCH) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "HF_ENDPOINT": hub, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "0",
-           "HF_HUB_DISABLE_XET": "1"}  # fmt: skip
+    env = {
+        **os.environ,
+        "HF_ENDPOINT": hub,
+        "HF_HUB_CACHE": str(cache),
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",
+    }
     return subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
     )

@@ -36,14 +36,21 @@ def test_a_node_says_what_it_computes_with_and_which_setting_makes_its_pool_shor
         assert int(fields.pop("threads")) >= 1
         assert fields.pop("compute")
         assert fields == {
-            "role": role, "device": "cpu", "dtype": "float32", "kv_tokens": "8000",
-            "blocks": "500", "max_model_len": "8192", "transports": fields["transports"],
+            "role": role,
+            "device": "cpu",
+            "dtype": "float32",
+            "kv_tokens": "8000",
+            "blocks": "500",
+            "max_model_len": "8192",
+            "transports": fields["transports"],
             "batch_invariant": "True",
-        }  # fmt: skip
+        }
         assert "shm" in fields["transports"].split(",")
         (short,) = [line for line in lines if "no sequence can be longer" in line]
-        assert short.endswith("holds 8000 tokens, so no sequence can be longer, although the model "
-                              "takes 8192: raise cache.num_blocks")  # fmt: skip
+        assert short.endswith(
+            "holds 8000 tokens, so no sequence can be longer, although the model "
+            "takes 8192: raise cache.num_blocks"
+        )
     assert '"max_model_len":8000' in cluster.get("/v1/models")[1]
 
 

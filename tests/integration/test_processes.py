@@ -68,9 +68,12 @@ def test_processes_say_what_transformers_says(cluster):
 def test_ranks_read_through_nixl(ranks, tmp_path):
     pytest.importorskip("nixl_cu13", reason="the nixl extra is not installed")
     config = tiny_cluster(
-        "qwen3", cache={"num_blocks": 700}, engine={"max_num_batched_tokens": 64},
-        router={"local_prefill": "never"}, transfer={"transport": "nixl"},
-    )  # fmt: skip
+        "qwen3",
+        cache={"num_blocks": 700},
+        engine={"max_num_batched_tokens": 64},
+        router={"local_prefill": "never"},
+        transfer={"transport": "nixl"},
+    )
     degrees = dict(zip(("prefill-0", "decode-0"), ranks, strict=True))
     with Cluster(tmp_path, config, ranks=degrees) as cluster:
         assert_prompts_are_moved_and_answered(cluster, "qwen3")

@@ -172,9 +172,14 @@ class Environment:
         env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(self.folder), "COLUMNS": "200"}
         command = [str(self.bin / words[0]), *words[1:]]
         return subprocess.run(
-            command, cwd=self.folder, env=env, capture_output=True, text=True, check=False,
+            command,
+            cwd=self.folder,
+            env=env,
+            capture_output=True,
+            text=True,
+            check=False,
             timeout=seconds,
-        )  # fmt: skip
+        )
 
 
 def prints(*lines: str) -> Callable[[str, Path], None]:
@@ -242,32 +247,70 @@ TOOLS = {
     ),
     "guidellm": Tool(
         ("guidellm",),
-        ("guidellm", "run", "--backend", "kind=openai_http,target={},model=tiny",
-         "--profile", "kind=synchronous",
-         "--constraint", f"kind=max_requests,count={NUM_REQUESTS}",
-         "--tokenizer", f"kind=huggingface_auto,model={CHECKPOINT}",
-         "--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=8",
-         "--output", "kind=json,path=report.json", "--disable-console"),
+        (
+            "guidellm",
+            "run",
+            "--backend",
+            "kind=openai_http,target={},model=tiny",
+            "--profile",
+            "kind=synchronous",
+            "--constraint",
+            f"kind=max_requests,count={NUM_REQUESTS}",
+            "--tokenizer",
+            f"kind=huggingface_auto,model={CHECKPOINT}",
+            "--data",
+            "kind=synthetic_text,prompt_tokens=32,output_tokens=8",
+            "--output",
+            "kind=json,path=report.json",
+            "--disable-console",
+        ),
         guidellm_counts,
     ),
     "aiperf": Tool(
         ("aiperf",),
-        ("aiperf", "profile", "-m", "tiny", "--url", "{}", "--endpoint-type", "chat",
-         "--streaming", "--tokenizer", "baton/demo", "--request-count", str(NUM_REQUESTS),
-         "--concurrency", "1", "--synthetic-input-tokens-mean", "32",
-         "--output-tokens-mean", "8", "--ui", "none"),
+        (
+            "aiperf",
+            "profile",
+            "-m",
+            "tiny",
+            "--url",
+            "{}",
+            "--endpoint-type",
+            "chat",
+            "--streaming",
+            "--tokenizer",
+            "baton/demo",
+            "--request-count",
+            str(NUM_REQUESTS),
+            "--concurrency",
+            "1",
+            "--synthetic-input-tokens-mean",
+            "32",
+            "--output-tokens-mean",
+            "8",
+            "--ui",
+            "none",
+        ),
         aiperf_counts,
         cache_tokenizer,
     ),
     "lm-eval": Tool(
         ("lm-eval[api]",),
-        ("lm_eval", "--model", "local-completions", "--tasks", "codes", "--include_path", ".",
-         "--model_args",
-         f"model=tiny,base_url={{}}/v1/completions,tokenizer={CHECKPOINT},num_concurrent=2"),
+        (
+            "lm_eval",
+            "--model",
+            "local-completions",
+            "--tasks",
+            "codes",
+            "--include_path",
+            ".",
+            "--model_args",
+            f"model=tiny,base_url={{}}/v1/completions,tokenizer={CHECKPOINT},num_concurrent=2",
+        ),
         lm_eval_is_right,
         write_task,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -27,13 +27,18 @@ def test_systemd_accepts_every_unit(scope, tmp_path):
     }
     subprocess.run(
         [sys.executable, "-m", "baton", "keygen", "cluster.key"],
-        cwd=tmp_path, capture_output=True, check=True,
-    )  # fmt: skip
+        cwd=tmp_path,
+        capture_output=True,
+        check=True,
+    )
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
     done = subprocess.run(
         [sys.executable, "-m", "baton", "render", "--on", "systemd", "--out", "out"],
-        cwd=tmp_path, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     files = [tmp_path / line for line in done.stdout.splitlines()]
     units = [path for path in files if path.suffix not in (".env", ".key")]
     assert [path.name for path in units] == [
@@ -45,8 +50,11 @@ def test_systemd_accepts_every_unit(scope, tmp_path):
     instances = [path.name.replace("@.", "@0.") for path in units]
     checked = subprocess.run(
         ["systemd-analyze", "verify", *[f"./{name}" for name in instances]],
-        cwd=units[0].parent, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=units[0].parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert (checked.returncode, checked.stderr) == (0, "")
     (key,) = [path for path in files if path.suffix == ".key"]
     assert key.read_bytes() == (tmp_path / "cluster.key").read_bytes()

@@ -29,10 +29,12 @@ def serving(folder: Path, **sections: object) -> Cluster:
     return Cluster(
         folder,
         tiny_cluster(
-            cache={"num_blocks": 600}, router={"local_prefill": "never"},
-            model=named | allowed, **sections,
+            cache={"num_blocks": 600},
+            router={"local_prefill": "never"},
+            model=named | allowed,
+            **sections,
         ),
-    )  # fmt: skip
+    )
 
 
 def post(cluster: Cluster, path: str, **body: object) -> tuple[int, str]:
@@ -57,9 +59,13 @@ def unload(cluster: Cluster, name: str) -> tuple[int, str]:
 
 def asked(model: str, num_tokens: int = 12) -> dict[str, object]:
     return {
-        "model": model, "prompt": PROMPT, "max_tokens": num_tokens, "temperature": 0,
-        "ignore_eos": True, "return_token_ids": True,
-    }  # fmt: skip
+        "model": model,
+        "prompt": PROMPT,
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
 
 
 def tokens(cluster: Cluster, model: str, num_tokens: int = 12) -> list[int]:

@@ -76,11 +76,23 @@ def serving(folder: Path, *arguments: str, roles: Set[str] = ROLES) -> Iterator[
     with output.open("wb") as file:
         process = subprocess.Popen(
             # What runs these tests may ignore SIGHUP.
-            ["env", "--default-signal=HUP", sys.executable, "-m", "baton", "serve",
-             "--port", "0", *arguments],
-            stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, cwd=folder,
+            [
+                "env",
+                "--default-signal=HUP",
+                sys.executable,
+                "-m",
+                "baton",
+                "serve",
+                "--port",
+                "0",
+                *arguments,
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            cwd=folder,
             start_new_session=True,
-        )  # fmt: skip
+        )
     try:
         serve = Serve(process, output)
         assert set(serve.children) == roles
@@ -111,9 +123,12 @@ def test_what_serve_prints_works_as_pasted(tmp_path):
             file = REPOSITORY / "examples" / example
             program = "sh" if file.suffix == ".sh" else sys.executable
             done = subprocess.run(
-                [program, str(file)], env={**os.environ, "BATON_URL": url},
-                capture_output=True, text=True, check=False,
-            )  # fmt: skip
+                [program, str(file)],
+                env={**os.environ, "BATON_URL": url},
+                capture_output=True,
+                text=True,
+                check=False,
+            )
             assert done.returncode == 0, done.stderr
             assert done.stdout.strip(), example
         serve.process.send_signal(signal.SIGINT)
@@ -288,8 +303,11 @@ def _ask(
 ) -> None:
     body = {
         "prompt": f"The code of Lima is 407{number}. What is",
-        "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": stream,
-    }  # fmt: skip
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": stream,
+    }
     headers = {"Content-Type": "application/json"}
     connection.request("POST", "/v1/completions", json.dumps(body), headers)
 

@@ -24,8 +24,9 @@ DECODE = (2, 3)
 BODY = {
     "prompt": "The code of Lima is 4071. The code of Oslo is 2210. " * 3
     + "What is the code of Oslo?",
-    "max_tokens": 8, "temperature": 0,
-}  # fmt: skip
+    "max_tokens": 8,
+    "temperature": 0,
+}
 DESCRIBED: dict[str, object] = {
     "name": "three",
     "model": "demo",
@@ -144,8 +145,9 @@ def test_every_path_between_hosts_is_measured_as_nodes_would_read(tmp_path):
             said,
         )
         assert [(row[0], row[1], row[3]) for row in rows] == [
-            ("10.0.0.2", "10.0.0.1", "tcp/eth0"), ("10.0.0.3", "10.0.0.1", "tcp/eth0"),
-        ]  # fmt: skip
+            ("10.0.0.2", "10.0.0.1", "tcp/eth0"),
+            ("10.0.0.3", "10.0.0.1", "tcp/eth0"),
+        ]
         assert all(float(row[2]) > 0 for row in rows)
 
         # UCX dials the prefill host; nodes dial the decode host and the router.

@@ -47,10 +47,11 @@ def expected(family: str, length: int) -> Expected:
 
 def settings(checkpoint: str | Path, *, verify: bool = False, **cache: object) -> ClusterConfig:
     return tiny_cluster(
-        checkpoint, cache={"block_size": BLOCK, "num_blocks": 700, **cache},
+        checkpoint,
+        cache={"block_size": BLOCK, "num_blocks": 700, **cache},
         engine={"max_num_batched_tokens": CHUNK, "max_num_seqs": 16},
         transfer={"verify_kv": verify},
-    )  # fmt: skip
+    )
 
 
 async def greedy(

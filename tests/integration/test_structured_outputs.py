@@ -39,15 +39,22 @@ FORMS = (
     StructuredOutputsParams(grammar='root ::= "a" | "b" root'),
     StructuredOutputsParams(
         structural_tag={
-            "structures": [{"begin": "<f>", "schema": PERSON, "end": "</f>"}], "triggers": ["<f>"],
+            "structures": [{"begin": "<f>", "schema": PERSON, "end": "</f>"}],
+            "triggers": ["<f>"],
         }
     ),
-)  # fmt: skip
+)
 
 PENALIZED = SamplingParams(
-    seed=3, n=2, max_tokens=90, ignore_eos=True, presence_penalty=2.0, frequency_penalty=2.0,
-    repetition_penalty=90.0, logit_bias={7: 80.0},
-)  # fmt: skip
+    seed=3,
+    n=2,
+    max_tokens=90,
+    ignore_eos=True,
+    presence_penalty=2.0,
+    frequency_penalty=2.0,
+    repetition_penalty=90.0,
+    logit_bias={7: 80.0},
+)
 
 
 def settings() -> ClusterConfig:
@@ -55,7 +62,7 @@ def settings() -> ClusterConfig:
         model_folder("llama", eos_token_id=EOS),
         cache={"block_size": 16, "num_blocks": 700, "enable_prefix_caching": False},
         engine={"max_num_batched_tokens": 64, "max_num_seqs": 16},
-    )  # fmt: skip
+    )
 
 
 async def said(llm: AsyncLLM, length: int, params: SamplingParams) -> list[CompletionOutput]:
@@ -67,10 +74,15 @@ async def said(llm: AsyncLLM, length: int, params: SamplingParams) -> list[Compl
 
 async def all_forms(llm: AsyncLLM) -> list[list[CompletionOutput]]:
     asked = [
-        said(llm, 33 + 20 * index, SamplingParams(seed=index, max_tokens=120, n=2,
-             temperature=0.9, structured_outputs=form))
+        said(
+            llm,
+            33 + 20 * index,
+            SamplingParams(
+                seed=index, max_tokens=120, n=2, temperature=0.9, structured_outputs=form
+            ),
+        )
         for index, form in enumerate(FORMS)
-    ]  # fmt: skip
+    ]
     free = (
         SamplingParams(seed=3, max_tokens=60),
         SamplingParams(seed=3, max_tokens=60, bad_words=["a", "b"]),
@@ -173,10 +185,14 @@ TOOLS: Any = [
 )
 def test_demanded_calls_fit_their_schema_whole_and_streamed(cluster, choice):
     asked: Any = {
-        "model": "", "messages": [{"role": "user", "content": "the weather?"}], "tools": TOOLS,
-        "tool_choice": choice, "parallel_tool_calls": choice != "required", "max_tokens": 150,
+        "model": "",
+        "messages": [{"role": "user", "content": "the weather?"}],
+        "tools": TOOLS,
+        "tool_choice": choice,
+        "parallel_tool_calls": choice != "required",
+        "max_tokens": 150,
         "seed": 4,
-    }  # fmt: skip
+    }
     with openai.OpenAI(base_url=cluster.url("/v1"), api_key="none", max_retries=0) as client:
         whole = client.chat.completions.create(**asked).choices[0]
         assert whole.finish_reason == "tool_calls"

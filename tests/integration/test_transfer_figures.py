@@ -28,10 +28,14 @@ def test_shm_and_memcpy_take_turns_over_every_kind_of_read_that_fits():
 def test_nixl_takes_turns_with_raw_nixl():
     report = transfer(
         Plan(
-            block_kib=(64,), blocks=(4,), patterns=("gather",), transports=("shm", "nixl"),
-            reads=1, pool_mib=2,
+            block_kib=(64,),
+            blocks=(4,),
+            patterns=("gather",),
+            transports=("shm", "nixl"),
+            reads=1,
+            pool_mib=2,
         )
-    )  # fmt: skip
+    )
     assert {row.way for row in report.rows} == {"memcpy", "shm", "nixl", "raw_nixl"}
 
 

@@ -20,9 +20,15 @@ SILENCE_S = 15.0
 SLOW_SILENCE_S = 30.0
 PATIENCE_S = 25.0  # for a whole response
 RETRIED = (
-    "shutting_down", "stream_taken_over", "queue_timeout", "no_nodes", "queue_full", "not_ready",
-    "stream_gone", "stream_unknown",
-)  # fmt: skip
+    "shutting_down",
+    "stream_taken_over",
+    "queue_timeout",
+    "no_nodes",
+    "queue_full",
+    "not_ready",
+    "stream_gone",
+    "stream_unknown",
+)
 LONGEST_PROMPT = 90
 BLAME_S = 5.0  # for so long after its end, a fault may still cost an attempt
 
@@ -148,15 +154,24 @@ class Client:
         self._forget()
         self.asked_s = self.world.loop.time()
         body = {
-            "model": "sim", "prompt": self.prompt, "n": self.n, "max_tokens": self.max_tokens,
-            "seed": self.seed, "ignore_eos": self.ignores_eos, "stop": self.stops,
-            "return_token_ids": True, "temperature": 1.0, "stream": not self.is_scored,
-            **({"prompt_logprobs": 0} if self.is_scored else {}), **self.rule.fields,
-        }  # fmt: skip
+            "model": "sim",
+            "prompt": self.prompt,
+            "n": self.n,
+            "max_tokens": self.max_tokens,
+            "seed": self.seed,
+            "ignore_eos": self.ignores_eos,
+            "stop": self.stops,
+            "return_token_ids": True,
+            "temperature": 1.0,
+            "stream": not self.is_scored,
+            **({"prompt_logprobs": 0} if self.is_scored else {}),
+            **self.rule.fields,
+        }
         headers = {
-            "Accept": "text/event-stream", "Content-Type": "application/json",
+            "Accept": "text/event-stream",
+            "Content-Type": "application/json",
             **key_header(self.tenant),
-        }  # fmt: skip
+        }
         return Exchange(self.world.port, "POST /v1/completions", self._take_event, body, headers)
 
     def _again(self) -> Exchange:

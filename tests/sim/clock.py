@@ -146,9 +146,12 @@ class SimLoop(asyncio.SelectorEventLoop):
         return handle
 
     def call_at(
-        self, when: float, callback: Callable[..., object], *args: Any,
+        self,
+        when: float,
+        callback: Callable[..., object],
+        *args: Any,
         context: Context | None = None,
-    ) -> "_Handle":  # type: ignore[override]  # fmt: skip
+    ) -> "_Handle":  # type: ignore[override]
         handle = _Handle(self, when, callback, args, context)
         heapq.heappush(self._timers, (when, next(self._numbers), handle))
         return handle
@@ -202,9 +205,13 @@ class _Handle:
     _source_traceback = None  # asyncio looks for it
 
     def __init__(
-        self, loop: SimLoop, when: float, callback: Callable[..., object], args: tuple[Any, ...],
+        self,
+        loop: SimLoop,
+        when: float,
+        callback: Callable[..., object],
+        args: tuple[Any, ...],
         context: Context | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._loop = loop
         self._when = when
         self._callback = callback

@@ -206,9 +206,14 @@ class SimExecutor:
     """Computes on a process's time: `step_s` returns the seconds of a step."""
 
     def __init__(
-        self, process: Process, num_blocks: int, salt: int, root: Context,
-        step_s: Callable[[], float], masks: "SimMasks",
-    ) -> None:  # fmt: skip
+        self,
+        process: Process,
+        num_blocks: int,
+        salt: int,
+        root: Context,
+        step_s: Callable[[], float],
+        masks: "SimMasks",
+    ) -> None:
         self.model = CheckedModel(num_blocks, root, partial(next_token, salt=salt), masks)
         self.ports: tuple[TransferPort, ...] = ()
         self.generations = [0] * num_blocks

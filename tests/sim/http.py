@@ -148,9 +148,13 @@ class Exchange:
     """
 
     def __init__(
-        self, port: Port, start: str, on_event: Callable[[str, bytes], None],
-        body: object, headers: Mapping[str, str],
-    ) -> None:  # fmt: skip
+        self,
+        port: Port,
+        start: str,
+        on_event: Callable[[str, bytes], None],
+        body: object,
+        headers: Mapping[str, str],
+    ) -> None:
         data = b"" if body is None else json.dumps(body).encode()
         fields = {"Host": "baton", "Content-Length": len(data), **headers}
         lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())

@@ -120,9 +120,14 @@ def keys_of(names: Iterable[str]) -> Keys:
 
 class SimNode(Member):
     def __init__(
-        self, world: "World", name: str, role: Role, num_blocks: int, life: int = 0,
+        self,
+        world: "World",
+        name: str,
+        role: Role,
+        num_blocks: int,
+        life: int = 0,
         model: str = "model",
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(world, name, life)
         self.model = model
         self.role: Role = role
@@ -163,10 +168,13 @@ class SimNode(Member):
         self._heartbeat = HeartbeatThread(self.vitals, node_id, self.epoch, (), process.clock)
         bind = self.sockets.listen(f"ipc://{self.epoch}") if self.role == "decode" else ""
         self.executor = SimExecutor(
-            process, self.num_blocks, self.salt, world.root,
+            process,
+            self.num_blocks,
+            self.salt,
+            world.root,
             lambda: world.rng.uniform(*world.step_s),
             SimMasks(process.clock, lambda: world.later_rng.choice(COMPILE_S)),
-        )  # fmt: skip
+        )
         self.executor.wake = wake
         self.pool = BlockPool(self.num_blocks, BLOCK_SIZE, state_blocks=world.state_blocks)
         own = world.pools[self.epoch] = Owner(process, self.executor, self.pool, self.num_ranks)
@@ -178,18 +186,28 @@ class SimNode(Member):
         self.memory = own
         address = ShmAddress("host", f"@{self.epoch}", b"n" * 16, self.epoch).encode()
         info = NodeInfo(
-            node_id, self.epoch, self.role, bind, self.num_blocks,
+            node_id,
+            self.epoch,
+            self.role,
+            bind,
+            self.num_blocks,
             KVLayout(
-                BLOCK_SIZE, BLOCK_BYTES // self.num_ranks, "layout", NUM_HEADS,
+                BLOCK_SIZE,
+                BLOCK_BYTES // self.num_ranks,
+                "layout",
+                NUM_HEADS,
                 state_blocks=world.state_blocks,
             ),
-            (RankAddress({kind.name: address}),) * self.num_ranks, self.model,
-            world.max_model_len, VOCAB, compute="sim" if world.lends else self.name,
+            (RankAddress({kind.name: address}),) * self.num_ranks,
+            self.model,
+            world.max_model_len,
+            VOCAB,
+            compute="sim" if world.lends else self.name,
             reaches=(f"{kind.name}@host",),
             facts=NodeFacts(
                 step=StepLimits(8, 32), features=(PREFIX_READS,) if world.lends else ()
             ),
-        )  # fmt: skip
+        )
         self.info = info
         self.loop = self.loop_with(self.pool, self.executor, self.sockets, process.clock)
         self.scheduler = self.loop.scheduler

@@ -185,12 +185,14 @@ def _count_as_read(reads: PrefixReads, handoff: Handoff, offered: Offered) -> No
 
 
 LEASES: tuple[Patch, ...] = (
-    (ReaderLease, "covers", _always), (ReaderLease, "may_cover", _always),
+    (ReaderLease, "covers", _always),
+    (ReaderLease, "may_cover", _always),
     (ReaderLease, "limit_s", float("inf")),
-)  # fmt: skip
+)
 UNASKED: tuple[Patch, ...] = (
-    (Dialer, "_ask", _ask_nothing), (registration, "JOINING_S", math.inf),
-)  # fmt: skip
+    (Dialer, "_ask", _ask_nothing),
+    (registration, "JOINING_S", math.inf),
+)
 MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     "free blocks before their reads have ended": ((KVReceive, "_fail", _finish_at_once),),
     "wait for the reads of one rank": ((BlockRangeReads, "have_all", _any_rank_has_all),),
@@ -202,7 +204,8 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     "take tokens twice during a search": ((Search, "goes_on", _twice),),
     "take tokens that the client has for new ones": ((RequestStream, "expect_again", _nothing),),
     "have no tombstones": (
-        (Tombstones, "answer", _nothing), (Tombstones, "is_superseded", lambda *_: False),
+        (Tombstones, "answer", _nothing),
+        (Tombstones, "is_superseded", lambda *_: False),
     ),
     "leak the load of later attempts": ((Node, "release", _release_first_attempts),),
     "introduce half of a node in a new session": ((RouterChannel, "_introduce", _hello_alone),),
@@ -211,7 +214,8 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     "forget the cancels of a lost session": ((NodeLink, "send_kept_cancels", _nothing),),
     "take an old success of libzmq for a new one": (*UNASKED, (Dialer, "_changed", _believe)),
     "hear an older connection as a stranger": (
-        *UNASKED, (listener, "is_invented", lambda _: False),
+        *UNASKED,
+        (listener, "is_invented", lambda _: False),
     ),
     "serve nodes with other weights": ((registry, "differences", lambda *_: {}),),
     "begin a form anew on another node": ((Sequence, "slice", _past_of_nothing),),
@@ -224,7 +228,8 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     "let in more than may wait": ((Admission, "check_room", lambda *_, **__: []),),
     "believe transports": ((AgentTurns, "_is_corrupt", lambda *_: False),),
     "lend blocks without holding them": (
-        *LEASES, (SimShm, "is_stale", lambda *_: False),
+        *LEASES,
+        (SimShm, "is_stale", lambda *_: False),
         (PrefixOffers, "wanted", _lend_without_holding),
         (PrefixOffers, "released", _take_back_nothing),
     ),
@@ -236,10 +241,11 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     "tell the time by the wall clock": ((Process, "clock", _wall_clock),),
     "parse large bodies on the loop": ((large_bodies, "SMALL_BYTES", math.inf),),
     "read a backlog once more in each turn": (
-        (node_link, "BATCH_S", math.inf), (NodeLink, "read", _read_once_more),
+        (node_link, "BATCH_S", math.inf),
+        (NodeLink, "read", _read_once_more),
         (NodeLink, "_on_readable", _read_once_more),
     ),
-}  # fmt: skip
+}
 
 
 # The kinds of faults that must strike to show a mutant soon. Others show with any.

@@ -280,9 +280,13 @@ class SimDialer(Dialer[Out, In]):
     """A dialer that checks what its owner says in which session, and takes its owner's time."""
 
     def __init__(
-        self, channels: SimChannels, endpoint: str, name: bytes, outgoing: Codec[Out],
+        self,
+        channels: SimChannels,
+        endpoint: str,
+        name: bytes,
+        outgoing: Codec[Out],
         incoming: Codec[In],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.process = channels.process
         self.network = channels.network
         self.open_wire = channels.open_wire  # type: ignore[assignment]

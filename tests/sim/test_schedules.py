@@ -61,8 +61,11 @@ def test_a_seed_decides_everything():
         one = simulate(seed)
         again = simulate(seed)
         assert (one.met, one.fates, one.virtual_s, one.log) == (
-            again.met, again.fates, again.virtual_s, again.log,
-        )  # fmt: skip
+            again.met,
+            again.fates,
+            again.virtual_s,
+            again.log,
+        )
 
 
 def test_without_a_fault_every_handoff_lands():

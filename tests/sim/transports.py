@@ -225,9 +225,15 @@ class SimPort:
     """A `TransferPort`: the agent of one rank, in a thread that freezes with its process."""
 
     def __init__(
-        self, owner: Owner, rank: int, transport: SimTransport, rng: random.Random,
-        wake: Callable[[], None], *, verifies: bool,
-    ) -> None:  # fmt: skip
+        self,
+        owner: Owner,
+        rank: int,
+        transport: SimTransport,
+        rng: random.Random,
+        wake: Callable[[], None],
+        *,
+        verifies: bool,
+    ) -> None:
         process = owner.process
         checksums = partial(owner.checksums, rank) if verifies else None
         self._turns = AgentTurns([transport], LIMITS, process.clock, checksums)

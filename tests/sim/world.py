@@ -45,9 +45,11 @@ PULSE_S = 0.1  # between two looks at how long it waits
 LONGEST_OFFER_S = 1.0  # then a node holds no blocks any more for another one that has ended
 LONGEST_PREFIX_S = 5.0  # that a prompt waits for a prefix that it could compute
 PACES = (  # of leases and of reads
-    (0.6, (0.6, 1.0, 1.5)), (0.6, (0.02, 0.3, 1.2)), (2.0, (0.6, 1.0, 1.5)),
+    (0.6, (0.6, 1.0, 1.5)),
+    (0.6, (0.02, 0.3, 1.2)),
+    (2.0, (0.6, 1.0, 1.5)),
     (6.0, (0.001, 0.02, 0.2)),
-)  # fmt: skip
+)
 SHAPES = ((1, 1, 1), (2, 1, 1), (2, 2, 2), (2, 1, 2), (1, 2, 2))
 RANKS = ((1, 1), (1, 1), (2, 2), (1, 2), (2, 1))  # of each prefill and each decode node
 
@@ -399,6 +401,14 @@ def simulate_once(
         world.fates["prefix not read"] += counts.failed_prefix_reads
     gap_s = max(client.longest_gap_s for client in world.clients)
     return Result(
-        seed, world.problems, world.log, world.fates, Counter(world.network.met), gap_s,
-        loop.time() - 1000.0, world.longest_turn_s, len(world.log) - 1, world.nemesis.lanes,
-    )  # fmt: skip
+        seed,
+        world.problems,
+        world.log,
+        world.fates,
+        Counter(world.network.met),
+        gap_s,
+        loop.time() - 1000.0,
+        world.longest_turn_s,
+        len(world.log) - 1,
+        world.nemesis.lanes,
+    )

@@ -200,10 +200,17 @@ OF_ONE = {
 
 # Fields that change nothing, which are ignored.
 IGNORED = (
-    ("metadata", '{"a":1}'), ("metadata", '{"a":{}}'), ("metadata", MANY), ("__class__", "{}"),
-    (LONG, "1"), ("client_metadata", '{"a":[]}'), ("kv_transfer_params", "{}"), ("n", "1"),
-    ("mcp_servers", "[]"), ("thread", '{"type":"create"}'),
-)  # fmt: skip
+    ("metadata", '{"a":1}'),
+    ("metadata", '{"a":{}}'),
+    ("metadata", MANY),
+    ("__class__", "{}"),
+    (LONG, "1"),
+    ("client_metadata", '{"a":[]}'),
+    ("kv_transfer_params", "{}"),
+    ("n", "1"),
+    ("mcp_servers", "[]"),
+    ("thread", '{"type":"create"}'),
+)
 
 
 def of_fields() -> Iterator[BadRequest]:
@@ -232,62 +239,138 @@ def string_of(**limits: object) -> str:
 # Forms that can be kept by no output, or are too hard to follow: nodes find that out.
 DOUBLING = {f"a{level}": {"allOf": [{"$ref": f"#/$defs/a{level + 1}"}] * 2} for level in range(30)}
 HARD_SCHEMAS = (
-    '{"$ref":"#"}', '{"allOf":[{"$ref":"#"}]}', '{"anyOf":[{"$ref":"#"}]}',
+    '{"$ref":"#"}',
+    '{"allOf":[{"$ref":"#"}]}',
+    '{"anyOf":[{"$ref":"#"}]}',
     '{"$ref":"#/$defs/a","$defs":{"a":{"$ref":"#/$defs/b"},"b":{"$ref":"#/$defs/a"}}}',
     json.dumps({"type": "object", "properties": {f"f{number}": {} for number in range(2000)}}),
-)  # fmt: skip
+)
 # Those that are not too hard.
 KEPT_SCHEMAS = (
     json.dumps({"$ref": "#/$defs/a0", "$defs": {**DOUBLING, "a30": {"type": "string"}}}),
-    '{"type":"array","minItems":1000000000}', '{"type":"object","minProperties":1000000000}',
-    string_of(minLength=1_000_000_000), string_of(pattern="(a{1000}){1000}"),
+    '{"type":"array","minItems":1000000000}',
+    '{"type":"object","minProperties":1000000000}',
+    string_of(minLength=1_000_000_000),
+    string_of(pattern="(a{1000}){1000}"),
     string_of(pattern="(a+)+(b|b)*$"),
-)  # fmt: skip
+)
 HARD_REGEXES = (
-    "(a{1000}){1000}", "((a{100}){100}){100}", "[a-z]{0,1000}" * 1000, "x" * 200_000,
-)  # fmt: skip
+    "(a{1000}){1000}",
+    "((a{100}){100}){100}",
+    "[a-z]{0,1000}" * 1000,
+    "x" * 200_000,
+)
 KEPT_REGEXES = ("(.{0,5000}){0,5000}", "(a+)+$", "(a|a)*b", "((((a*)*)*)*)*b")
 HARD_GRAMMARS = (
-    "start: start start", "start: a\na: a", 'start: "a"{1000000000}', "start: /a{1000000}/",
-    "start: <[99999999]>", "start: <|none|>",
-)  # fmt: skip
+    "start: start start",
+    "start: a\na: a",
+    'start: "a"{1000000000}',
+    "start: /a{1000000}/",
+    "start: <[99999999]>",
+    "start: <|none|>",
+)
 SCHEMAS = (
-    "1", "[1]", '"{"', '""', "null", "true", "[]",
-    '{"type":"cow"}', '{"type":1}', '{"type":[]}', '{"type":["string","cow"]}',
-    '{"$ref":"#/a"}', '{"$ref":1}', '{"$ref":"http://127.0.0.1:1/x.json"}',
+    "1",
+    "[1]",
+    '"{"',
+    '""',
+    "null",
+    "true",
+    "[]",
+    '{"type":"cow"}',
+    '{"type":1}',
+    '{"type":[]}',
+    '{"type":["string","cow"]}',
+    '{"$ref":"#/a"}',
+    '{"$ref":1}',
+    '{"$ref":"http://127.0.0.1:1/x.json"}',
     '{"$ref":"file:///etc/passwd"}',
-    '{"enum":[]}', '{"enum":1}', '{"anyOf":[]}', '{"anyOf":1}', '{"allOf":{}}', '{"not":{}}',
-    '{"type":"object","unevaluatedProperties":false}', '{"type":"object","properties":1}',
-    '{"type":"object","properties":{"a":1}}', '{"type":"object","required":1}',
+    '{"enum":[]}',
+    '{"enum":1}',
+    '{"anyOf":[]}',
+    '{"anyOf":1}',
+    '{"allOf":{}}',
+    '{"not":{}}',
+    '{"type":"object","unevaluatedProperties":false}',
+    '{"type":"object","properties":1}',
+    '{"type":"object","properties":{"a":1}}',
+    '{"type":"object","required":1}',
     '{"type":"object","required":["a"],"additionalProperties":false}',
-    '{"type":"object","patternProperties":{"(":{}}}', '{"type":"object","propertyNames":{}}',
+    '{"type":"object","patternProperties":{"(":{}}}',
+    '{"type":"object","propertyNames":{}}',
     '{"type":"object","dependentRequired":{"a":["b"]}}',
     '{"type":"array","contains":{}}',
     '{"type":"array","minItems":5,"maxItems":1}',
-    '{"type":"array","minItems":-1}', '{"type":"array","items":1}',
-    '{"type":"integer","minimum":5,"maximum":1}', '{"type":"integer","multipleOf":0}',
-    '{"type":"number","minimum":"1"}', '{"type":"number","maximum":1e999}',
-    '{"type":"integer","minimum":0.2,"maximum":0.8}', '{"if":{},"then":{}}',
-    string_of(pattern="("), string_of(pattern="(?=a)b"), string_of(pattern="(a)\\1"),
-    string_of(pattern=1), string_of(format="cow"), string_of(minLength=5, maxLength=1),
-    string_of(minLength="1"), string_of(pattern="^a{2000}$", maxLength=1000),
+    '{"type":"array","minItems":-1}',
+    '{"type":"array","items":1}',
+    '{"type":"integer","minimum":5,"maximum":1}',
+    '{"type":"integer","multipleOf":0}',
+    '{"type":"number","minimum":"1"}',
+    '{"type":"number","maximum":1e999}',
+    '{"type":"integer","minimum":0.2,"maximum":0.8}',
+    '{"if":{},"then":{}}',
+    string_of(pattern="("),
+    string_of(pattern="(?=a)b"),
+    string_of(pattern="(a)\\1"),
+    string_of(pattern=1),
+    string_of(format="cow"),
+    string_of(minLength=5, maxLength=1),
+    string_of(minLength="1"),
+    string_of(pattern="^a{2000}$", maxLength=1000),
     json.dumps({"enum": ["x" * 50 + str(number) for number in range(6000)]}),
     json.dumps({"type": "object", "properties": {f"{'x' * 60}{i}": {} for i in range(5000)}}),
     json.dumps({"type": "object", "properties": {f"{number}": {} for number in range(5000)}}),
     nested('{"type":"array","items":', "}", 400, "{}"),
-)  # fmt: skip
+)
 REGEXES = (
-    "(a", "a)", "[", "[z-a]", "*", "+a", "a{2,1}", "a{,", "(?=a)b", "(?!a)b", "(?<=a)b",
-    "(?<!a)b", "(a)\\1", "(?P=x)", "(?P<x>a", "\\p{Cow}", "(?(1)a|b)", "(?>a)", "a{99999999999}",
-    "\\k<x>", "(?z)a", "\\uD800", "(" * 50_000, "(a|" * 10_000 + ")" * 10_000, "x" * 300_000,
-)  # fmt: skip
+    "(a",
+    "a)",
+    "[",
+    "[z-a]",
+    "*",
+    "+a",
+    "a{2,1}",
+    "a{,",
+    "(?=a)b",
+    "(?!a)b",
+    "(?<=a)b",
+    "(?<!a)b",
+    "(a)\\1",
+    "(?P=x)",
+    "(?P<x>a",
+    "\\p{Cow}",
+    "(?(1)a|b)",
+    "(?>a)",
+    "a{99999999999}",
+    "\\k<x>",
+    "(?z)a",
+    "\\uD800",
+    "(" * 50_000,
+    "(a|" * 10_000 + ")" * 10_000,
+    "x" * 300_000,
+)
 GRAMMARS = (
-    "start: missing", "start", ":", 'start: "a', "start: /(/", 'a: "b"', "start: /(?=a)/", "\x00",
-    "root ::= x", "root ::= (", "root ::= " + "(" * 50_000, "x" * 300_000, "start: @none",
-    "start: " + nested("(", ")", middle='"a"'), "%import common.COW\nstart: COW", "start: %json {",
-    'start: %json {"type":"cow"}', "start: " + " ".join(f"a{number}" for number in range(5000)),
-    'start[max_tokens=-1]: "a"', 'start: "a"\nstart: "b"',
-)  # fmt: skip
+    "start: missing",
+    "start",
+    ":",
+    'start: "a',
+    "start: /(/",
+    'a: "b"',
+    "start: /(?=a)/",
+    "\x00",
+    "root ::= x",
+    "root ::= (",
+    "root ::= " + "(" * 50_000,
+    "x" * 300_000,
+    "start: @none",
+    "start: " + nested("(", ")", middle='"a"'),
+    "%import common.COW\nstart: COW",
+    "start: %json {",
+    'start: %json {"type":"cow"}',
+    "start: " + " ".join(f"a{number}" for number in range(5000)),
+    'start[max_tokens=-1]: "a"',
+    'start: "a"\nstart: "b"',
+)
 TAG = '{"triggers":["<f>"],"structures":[{"begin":"<f>","schema":{},"end":""}]}'
 FORMS = {
     "structured_outputs": '1 [] "x" {} {"json":{},"regex":"a"} {"cow":1} {"json":null} '
@@ -305,8 +388,10 @@ FORMS = {
 }
 # Together with another field, which is blamed.
 COMBINED = (
-    ("response_format", {"response_format": '{"type":"json_object"}',
-                         "structured_outputs": '{"json_object":true}'}),
+    (
+        "response_format",
+        {"response_format": '{"type":"json_object"}', "structured_outputs": '{"json_object":true}'},
+    ),
     ("min_tokens", {"structured_outputs": '{"regex":"a"}', "min_tokens": "2"}),
     ("ignore_eos", {"structured_outputs": '{"regex":"a"}', "ignore_eos": "true"}),
     ("min_tokens", {"max_tokens": "2", "min_tokens": "3"}),
@@ -315,7 +400,7 @@ COMBINED = (
     ("n", {"prompt": several('"a"', 100), "n": "100"}),
     ("max_tokens", {"max_tokens": "0", "echo": "false"}),
     ("echo", {"prompt": several('"' + "a" * 7000 + '"', 5), "echo": "true", "n": "128"}),
-)  # fmt: skip
+)
 
 
 def of_forms() -> Iterator[BadRequest]:
@@ -326,9 +411,12 @@ def of_forms() -> Iterator[BadRequest]:
             fits = fits and len(schema) < 4000  # a prompt shows the tools
             yield of_schema(schema, way if fits else "structured_outputs", status)
     for kind, status, texts in (
-        ("regex", 400, REGEXES), ("regex", 422, HARD_REGEXES), ("regex", 200, KEPT_REGEXES),
-        ("grammar", 400, GRAMMARS), ("grammar", 422, HARD_GRAMMARS),
-    ):  # fmt: skip
+        ("regex", 400, REGEXES),
+        ("regex", 422, HARD_REGEXES),
+        ("regex", 200, KEPT_REGEXES),
+        ("grammar", 400, GRAMMARS),
+        ("grammar", 422, HARD_GRAMMARS),
+    ):
         for path, text in zip(cycle((COMPLETIONS, CHAT)), texts, strict=False):
             yield of_one(path, "structured_outputs", json.dumps({kind: text}), status)
     for path in (COMPLETIONS, CHAT):
@@ -359,33 +447,46 @@ def of_one(path: str, name: str, value: str, status: int = 400, **more: str) -> 
 NAMES = (r'"a\nb"', f'"{LONG}"', '""', "1", '"a b"', r'"a\u0000"', "null", '"a{b"')
 # A function of a tool, and the part of it that is blamed.
 FUNCTIONS = (
-    *((f'{{"name":{name}}}', ".name") for name in NAMES), ("{}", ".name"), ("1", ""),
-    ('{"name":"f","parameters":[]}', ".parameters"), ('{"name":"f","paramters":1}', ".paramters"),
+    *((f'{{"name":{name}}}', ".name") for name in NAMES),
+    ("{}", ".name"),
+    ("1", ""),
+    ('{"name":"f","parameters":[]}', ".parameters"),
+    ('{"name":"f","paramters":1}', ".paramters"),
     ('{"name":"f","parameters":{"type":"string"}}', ".parameters"),
     ('{"name":"f","parameters":{"type":["string","null"]}}', ".parameters"),
-    ('{"name":"f","strict":"yes"}', ".strict"), ('{"name":"f","description":1}', ".description"),
-)  # fmt: skip
+    ('{"name":"f","strict":"yes"}', ".strict"),
+    ('{"name":"f","description":1}', ".description"),
+)
 TOOLS = (
     (several('{"type":"function","function":{"name":"f"}}', 2), "tools[1].function.name"),
     (several('{"type":"function","function":{"name":"f"}}', 1025), "tools"),
-    ('[{"type":"retrieval"}]', "tools[0].type"), ('[{"function":{"name":"f"}}]', "tools[0].type"),
-    ('[{"type":"function"}]', "tools[0].function"), ("[1]", "tools[0]"), ("[]", "tools"),
+    ('[{"type":"retrieval"}]', "tools[0].type"),
+    ('[{"function":{"name":"f"}}]', "tools[0].type"),
+    ('[{"type":"function"}]', "tools[0].function"),
+    ("[1]", "tools[0]"),
+    ("[]", "tools"),
     ('[{"type":"function","function":{"name":"f"},"strct":1}]', "tools[0].strct"),
-)  # fmt: skip
+)
 USER = '{"role":"user","content":"x"}'
 # A turn of a chat, and the part of it that is blamed.
 CALL = '{"role":"assistant","tool_calls":[%s]}'
 ARGUMENTS = CALL % '{"function":{"name":"f","arguments":%s}}'
 PART = '{"role":"user","content":[%s]}'
 TURNS = (
-    ('{"content":"x"}', ".role"), ('{"role":1,"content":"x"}', ".role"), ("{}", ".role"),
-    ('{"role":"","content":"x"}', ".role"), ('{"role":"user","content":1}', ".content"),
-    ('{"role":"user","content":{}}', ".content"), (PART % "1", ".content[0]"),
-    (PART % "{}", ".content[0].type"), (PART % '{"type":"text"}', ".content[0]"),
+    ('{"content":"x"}', ".role"),
+    ('{"role":1,"content":"x"}', ".role"),
+    ("{}", ".role"),
+    ('{"role":"","content":"x"}', ".role"),
+    ('{"role":"user","content":1}', ".content"),
+    ('{"role":"user","content":{}}', ".content"),
+    (PART % "1", ".content[0]"),
+    (PART % "{}", ".content[0].type"),
+    (PART % '{"type":"text"}', ".content[0]"),
     (PART % '{"type":"text","text":1}', ".content[0].text"),
     (PART % '{"type":"image_url","image_url":{"url":"file:///etc/passwd"}}', ".content[0]"),
     (PART % '{"type":"input_audio","input_audio":{}}', ".content[0]"),
-    (PART % '{"type":"video_url"}', ".content[0]"), (PART % f'{{"type":"{LONG}"}}', ".content[0]"),
+    (PART % '{"type":"video_url"}', ".content[0]"),
+    (PART % f'{{"type":"{LONG}"}}', ".content[0]"),
     ('{"role":"user","content":"x","name":1}', ".name"),
     ('{"role":"user","content":"x","images":["aGk="]}', ".images"),
     ('{"role":"user","content":"x","tool_call_id":"1"}', ".tool_call_id"),
@@ -393,17 +494,19 @@ TURNS = (
     ('{"role":"user","content":"x","reasoning":"y"}', ".reasoning"),
     ('{"role":"tool","content":"x","tool_call_id":1}', ".tool_call_id"),
     ('{"role":"assistant","function_call":{"name":"f","arguments":""}}', ".function_call"),
-    ('{"role":"assistant","tool_calls":1}', ".tool_calls"), (CALL % "1", ".tool_calls[0]"),
+    ('{"role":"assistant","tool_calls":1}', ".tool_calls"),
+    (CALL % "1", ".tool_calls[0]"),
     (CALL % "{}", ".tool_calls[0].function"),
     (CALL % '{"function":{"name":""}}', ".tool_calls[0].function.name"),
     (CALL % '{"type":"custom","function":{"name":"f"}}', ".tool_calls[0].type"),
-    *((ARGUMENTS % text, ".tool_calls[0].function.arguments")
-      for text in ("1", "[1]")),
-)  # fmt: skip
+    *((ARGUMENTS % text, ".tool_calls[0].function.arguments") for text in ("1", "[1]")),
+)
 OF_ALL_TURNS = (
-    r'{"role":"user","content":"\ud800"}', r'{"role":"\ud800","content":"x"}',
-    ARGUMENTS % r'"\ud800"', f'{{"role":"user","content":"{LONG}"}}',
-)  # fmt: skip
+    r'{"role":"user","content":"\ud800"}',
+    r'{"role":"\ud800","content":"x"}',
+    ARGUMENTS % r'"\ud800"',
+    f'{{"role":"user","content":"{LONG}"}}',
+)
 
 
 def of_chats() -> Iterator[BadRequest]:
@@ -425,10 +528,24 @@ def of_bodies() -> Iterator[BadRequest]:
     """Bodies that are no object, no JSON, or not what their headers say."""
     whole = {path: body_of(fields) for path, fields in WHOLE.items()}
     for path, good in whole.items():
-        for body in (b"", b"{", b"[]", b"null", b'"x"', b"1", good[:-1], good + b"}", b"\xff\xfe",
-                     good.decode().encode("utf-16"), b"{'prompt':'x'}",
-                     good[:-1] + b",}", b"\x00" * 9, LISTS.encode(), b"prompt=x",
-                     b"<x/>"):  # fmt: skip
+        for body in (
+            b"",
+            b"{",
+            b"[]",
+            b"null",
+            b'"x"',
+            b"1",
+            good[:-1],
+            good + b"}",
+            b"\xff\xfe",
+            good.decode().encode("utf-16"),
+            b"{'prompt':'x'}",
+            good[:-1] + b",}",
+            b"\x00" * 9,
+            LISTS.encode(),
+            b"prompt=x",
+            b"<x/>",
+        ):
             yield BadRequest(path, body, None)
         yield BadRequest(path, MANY.encode(), "0")
         yield BadRequest(path, good[:-1] + b',"a":"\xff"}', None)
@@ -443,8 +560,14 @@ def of_bodies() -> Iterator[BadRequest]:
     call = f'{{"name":"f","arguments":{OBJECTS}}}'
     turns = f'[{{"role":"assistant","tool_calls":[{{"function":{call}}}]}}]'
     tools = f'[{{"type":"function","function":{{"name":"f","parameters":{OBJECTS}}}}}]'
-    deep = {"messages": turns, "tools": tools, "chat_template_kwargs": OBJECTS, "metadata": OBJECTS,
-            "response_format": OBJECTS, "structured_outputs": f'{{"json":{OBJECTS}}}'}  # fmt: skip
+    deep = {
+        "messages": turns,
+        "tools": tools,
+        "chat_template_kwargs": OBJECTS,
+        "metadata": OBJECTS,
+        "response_format": OBJECTS,
+        "structured_outputs": f'{{"json":{OBJECTS}}}',
+    }
     for name, value in deep.items():  # no decoder says where it gave up
         yield of_one(CHAT, name, value)._replace(param=None)
     yield BadRequest("/v1/embeddings", whole[CHAT], "messages")

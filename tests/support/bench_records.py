@@ -100,8 +100,14 @@ def run_of(case: Case, result: LoadResult, why_stopped: str = "") -> Run:
     """The judged run of a load that never ran."""
     summary, problems = judge(case, result, why_stopped)
     notes = list(case.plan.notes)
-    return Run(label=case.label, summary=summary, rate=case.plan.offered_rate, notes=notes,
-               problems=problems, records=result.records)  # fmt: skip
+    return Run(
+        label=case.label,
+        summary=summary,
+        rate=case.plan.offered_rate,
+        notes=notes,
+        problems=problems,
+        records=result.records,
+    )
 
 
 def ended(*outcomes: Outcome) -> LoadResult:

@@ -184,8 +184,10 @@ def process(role: str, endpoint: str) -> "Iterator[subprocess.Popen[str]]":
     """The other end of a channel in a process of its own, which may be frozen or killed."""
     child = subprocess.Popen(
         [sys.executable, "-m", "tests.support.channel_ends", role, endpoint],
-        cwd=REPOSITORY, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         yield child
     finally:

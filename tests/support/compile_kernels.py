@@ -78,8 +78,9 @@ def cases() -> dict[str, Callable[[], object]]:
     names = {bf16: "bf16", fp32: "fp32", paged.FP8: "fp8"}
     found: dict[str, Callable[[], object]] = {}
     for name, row in (
-        *(("decode", row) for row in DECODE), *(("prefill", row) for row in PREFILL),
-    ):  # fmt: skip
+        *(("decode", row) for row in DECODE),
+        *(("prefill", row) for row in PREFILL),
+    ):
         key = f"{name} {names[row[0]]} {row[1]}"
         found[key] = launch(name, row)
         found[f"ordered {key}"] = launch(name, row, ordered=True)
@@ -330,9 +331,18 @@ def _compile(launch: Launch, gpu: str) -> Cubin:
     wgmma = ptx.count("wgmma.mma_async")
     waits = ptx.count("wgmma.wait_group")
     return Cubin(
-        gpu, kernel.__name__, registers, local_bytes, built.metadata.shared,
-        built.metadata.num_warps, wgmma, waits, ptx.count("mma.sync"), ptx.count("tf32"), len(wide),
-    )  # fmt: skip
+        gpu,
+        kernel.__name__,
+        registers,
+        local_bytes,
+        built.metadata.shared,
+        built.metadata.num_warps,
+        wgmma,
+        waits,
+        ptx.count("mma.sync"),
+        ptx.count("tf32"),
+        len(wide),
+    )
 
 
 def _type_name(value: object) -> str:
@@ -351,8 +361,11 @@ def _usage(cubin: bytes) -> tuple[int, int]:
         path.write_bytes(cubin)
         usage = subprocess.run(
             [CUOBJDUMP, "--dump-resource-usage", path],
-            capture_output=True, text=True, check=True, timeout=30,
-        ).stdout  # fmt: skip
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=30,
+        ).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
     if found is None:
         raise RuntimeError(f"cuobjdump tells no registers: {usage}")
@@ -386,9 +399,15 @@ def _decode(batch: Batch, how: Sequence[Any], *, ordered: bool) -> None:
 
 def _prefill(batch: Batch, how: Sequence[Any], *, ordered: bool) -> None:
     paged_prefill_attention(
-        batch.q, batch.pool, 1, batch.block_tables, batch.query_starts, batch.context_lens, *how,
+        batch.q,
+        batch.pool,
+        1,
+        batch.block_tables,
+        batch.query_starts,
+        batch.context_lens,
+        *how,
         ordered=ordered,
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

@@ -110,10 +110,18 @@ class Text:
 
     def chunk(self, start: int, end: int, *, sample: bool = False, num_held: int = 0) -> Slice:
         return Slice(
-            self.key, start, end - start, tuple(self.tokens[start:end]), self.blocks,
-            (0,) if sample else (), GREEDY if sample else None, len(self.tokens), lora=self.lora,
-            state=self.state, num_held=num_held,
-        )  # fmt: skip
+            self.key,
+            start,
+            end - start,
+            tuple(self.tokens[start:end]),
+            self.blocks,
+            (0,) if sample else (),
+            GREEDY if sample else None,
+            len(self.tokens),
+            lora=self.lora,
+            state=self.state,
+            num_held=num_held,
+        )
 
 
 def next_step(text: Text, position: int, choice: int = 0) -> Slice:

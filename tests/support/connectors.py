@@ -59,10 +59,17 @@ def node(
     held = len(heads_of(kv_heads, max(1, num_ranks), 0))
     block_bytes = held * HEAD_BYTES if kv_heads else BLOCK_BYTES
     info = NodeInfo(
-        NodeId(name), Epoch(epoch), role, f"ipc://{name}" if role == "decode" else "", 64,
-        KVLayout(BLOCK_SIZE, block_bytes, "layout", kv_heads), (rank_address(epoch),) * num_ranks,
-        "model", 4096, 100,
-    )  # fmt: skip
+        NodeId(name),
+        Epoch(epoch),
+        role,
+        f"ipc://{name}" if role == "decode" else "",
+        64,
+        KVLayout(BLOCK_SIZE, block_bytes, "layout", kv_heads),
+        (rank_address(epoch),) * num_ranks,
+        "model",
+        4096,
+        100,
+    )
     return msgspec.structs.replace(info, **fields)
 
 

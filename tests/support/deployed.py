@@ -51,12 +51,22 @@ class Deployed:
         self.write()
         return subprocess.Popen(
             [
-                *self._prefix, sys.executable, "-m", "baton", command, *words,
-                "--state", str(self.state),
+                *self._prefix,
+                sys.executable,
+                "-m",
+                "baton",
+                command,
+                *words,
+                "--state",
+                str(self.state),
             ],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=self.folder,
-            env=self._env, start_new_session=True,
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=self.folder,
+            env=self._env,
+            start_new_session=True,
+        )
 
     def run(self, command: str, *words: str) -> "tuple[int, str, str]":
         """Run a command to its end. `up` takes other ports while another process has these."""

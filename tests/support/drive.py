@@ -37,16 +37,24 @@ def handed(name: str, prompt: list[int], max_tokens: int = 8, num_choices: int =
     """A request whose prompt a prefill node computes."""
     message = local(name, prompt, max_tokens, num_choices)
     return Decode(
-        message.key, message.token_ids, len(prompt), message.sampling, num_choices,
+        message.key,
+        message.token_ids,
+        len(prompt),
+        message.sampling,
+        num_choices,
         prefill_node="p0",  # type: ignore[arg-type]
-    )  # fmt: skip
+    )
 
 
 def prefill(name: str, prompt: list[int], num_choices: int = 1) -> Prefill:
     return Prefill(
-        key(name), list(prompt), len(prompt), sampling(), num_choices,
+        key(name),
+        list(prompt),
+        len(prompt),
+        sampling(),
+        num_choices,
         decode_node="d0",  # type: ignore[arg-type]
-    )  # fmt: skip
+    )
 
 
 def offered(name: str, num_tokens: int, num_blocks: int) -> Offered:

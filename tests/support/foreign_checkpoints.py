@@ -19,24 +19,46 @@ from tests.support.compute import Text, compute_config, loaded, logits, state_of
 from tests.support.oracle import prompt
 
 BASE: dict[str, Any] = {
-    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024,
-    "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": None,
-}  # fmt: skip
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": None,
+}
 GROUPED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
 LATENT = {
-    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
-    "v_head_dim": 16, "num_key_value_heads": 4, "moe_intermediate_size": 32,
-    "first_k_dense_replace": 1, "n_shared_experts": 1, **GROUPED,
-}  # fmt: skip
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    **GROUPED,
+}
 # Far fewer keys than a prompt has, so that the choice matters. With few heads, many scores are 0,
 # and transformers breaks such ties in no order.
 INDEX = {"index_n_heads": 16, "index_head_dim": 24, "index_topk": 20}
 _VISION = {
-    "hidden_size": 16, "out_hidden_size": 64, "intermediate_size": 16, "depth": 1,
-    "num_heads": 2, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
-    "patch_size": 14, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
-}  # fmt: skip
+    "hidden_size": 16,
+    "out_hidden_size": 64,
+    "intermediate_size": 16,
+    "depth": 1,
+    "num_heads": 2,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+}
 SEEING: dict[str, dict[str, Any]] = {
     kind: {"vision_config": _VISION, "tie_word_embeddings": False}
     for kind in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe")
@@ -44,27 +66,45 @@ SEEING: dict[str, dict[str, Any]] = {
 SEEING["mistral3"] = {
     "tie_word_embeddings": False,
     "vision_config": {
-        "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "head_dim": 8,
-        "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+        "model_type": "pixtral",
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "head_dim": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
     },
-}  # fmt: skip
+}
 HALF_WINDOWS = {"sliding_window": 24, "num_hidden_layers": 7, "head_dim": 16}
 # Layers of both kinds store keys, and layers of both kinds read those of others.
 GEMMA_4: dict[str, Any] = {
-    "sliding_window": 24, "num_hidden_layers": 7, "head_dim": 16, "global_head_dim": 32,
-    "num_key_value_heads": 4, "num_attention_heads": 8, "num_global_key_value_heads": 2,
-    "attention_k_eq_v": True, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16,
+    "sliding_window": 24,
+    "num_hidden_layers": 7,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_key_value_heads": 4,
+    "num_attention_heads": 8,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 16,
     "vocab_size_per_layer_input": 512,
     "layer_types": [
-        *["sliding_attention", "sliding_attention", "full_attention"] * 2, "full_attention",
+        *["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "full_attention",
     ],
-}  # fmt: skip
+}
 MoE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 # Two heads of values share one of keys.
 STATES = {
-    "head_dim": 16, "num_hidden_layers": 4, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
-    "linear_key_head_dim": 16, "linear_value_head_dim": 24,
-}  # fmt: skip
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**MoE, "head_dim": 16},
     "qwen3_next": {**STATES, **MoE, "shared_expert_intermediate_size": 48},
@@ -73,47 +113,84 @@ FAMILIES: dict[str, dict[str, Any]] = {
     **{
         kind: {
             "text_config": {
-                **BASE, **STATES, **MoE, "shared_expert_intermediate_size": 48,
+                **BASE,
+                **STATES,
+                **MoE,
+                "shared_expert_intermediate_size": 48,
                 "rope_parameters": {
-                    "rope_type": "default", "mrope_section": [1, 1, 0], "mrope_interleaved": True,
+                    "rope_type": "default",
+                    "mrope_section": [1, 1, 0],
+                    "mrope_interleaved": True,
                     "partial_rotary_factor": 0.25,
                 },
             },
-            "vision_config": _VISION, "tie_word_embeddings": False,
+            "vision_config": _VISION,
+            "tie_word_embeddings": False,
         }
         for kind in ("qwen3_5", "qwen3_5_moe")
     },
     "lfm2": {
-        "num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"],
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "full_attention", "conv", "conv"],
         "block_multiple_of": 32,
     },
     "kimi_linear": {
         **{key: of for key, of in LATENT.items() if "_rank" in key or "head" in key},
-        "num_hidden_layers": 4, "q_lora_rank": None, "linear_num_heads": 4, "linear_head_dim": 24,
-        "num_local_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+        "num_hidden_layers": 4,
+        "q_lora_rank": None,
+        "linear_num_heads": 4,
+        "linear_head_dim": 24,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
         "moe_intermediate_size": 32,
         "layer_types": [
-            "linear_attention", "full_attention", "linear_attention", "linear_attention",
+            "linear_attention",
+            "full_attention",
+            "linear_attention",
+            "linear_attention",
         ],
     },
     "lfm2_moe": {
-        **MoE, "num_hidden_layers": 4, "num_dense_layers": 1,
+        **MoE,
+        "num_hidden_layers": 4,
+        "num_dense_layers": 1,
         "layer_types": ["conv", "full_attention", "conv", "conv"],
     },
     "nemotron_h": {
         "layers_block_type": [
-            "linear_attention", "moe", "full_attention", "linear_attention", "mlp",
+            "linear_attention",
+            "moe",
+            "full_attention",
+            "linear_attention",
+            "mlp",
         ],
-        "head_dim": 16, "ssm_state_size": 16, "mamba_num_heads": 8, "mamba_head_dim": 16,
-        "n_groups": 2, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 48,
-        "time_step_min": 1e-9, **GROUPED,
+        "head_dim": 16,
+        "ssm_state_size": 16,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 48,
+        "time_step_min": 1e-9,
+        **GROUPED,
     },
     "granitemoehybrid": {
-        "num_experts_per_tok": 2, "tie_word_embeddings": True, "mamba_expand": 2,
-        "num_local_experts": 0, "num_hidden_layers": 4, "shared_intermediate_size": 96,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": True,
+        "mamba_expand": 2,
+        "num_local_experts": 0,
+        "num_hidden_layers": 4,
+        "shared_intermediate_size": 96,
         "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"],
-        "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_d_head": 16,
-        "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5,
+        "mamba_n_heads": 8,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 16,
+        "mamba_d_head": 16,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.5,
         "logits_scaling": 2.0,
     },
     "qwen2_moe": {**MoE, "shared_expert_intermediate_size": 48},
@@ -130,12 +207,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**LATENT, "topk_method": "group_limited_greedy", "norm_topk_prob": False},
     "deepseek_v32": {**LATENT, **INDEX},
     "glm_moe_dsa": {
-        **LATENT, **INDEX, "num_hidden_layers": 5,
+        **LATENT,
+        **INDEX,
+        "num_hidden_layers": 5,
         "indexer_types": ["full", "shared", "full", "shared", "shared"],
     },
     "glm4_moe_lite": LATENT,
     "glm4_moe": {
-        "head_dim": 16, "moe_intermediate_size": 32, "first_k_dense_replace": 1, **GROUPED,
+        "head_dim": 16,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        **GROUPED,
     },
     "minimax_m2": {"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2},
     # transformers clears the row of a padding token
@@ -151,8 +233,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma4": {
         "text_config": {**BASE, **GEMMA_4},
         "vision_config": {
-            "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8,
-            "num_attention_heads": 2, "num_key_value_heads": 2, "position_embedding_size": 16,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "head_dim": 8,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "position_embedding_size": 16,
         },
     },
     "gemma4_unified": {
@@ -161,13 +248,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gemma2": {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 24},
     "gpt_oss": {
-        "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24,
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 24,
     },
     "gemma3": {
         "text_config": {**BASE, **HALF_WINDOWS, "query_pre_attn_scalar": 16},
         "vision_config": {
-            "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
-            "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
         },
         "mm_tokens_per_image": 4,
     },
@@ -175,14 +269,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
         f"{kind}_text": {"text_config": {**BASE, **text}, **SEEING[kind]}
         for kind, text in {
             "qwen2_5_vl": {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
-            "qwen3_vl": {"head_dim": 16, "rope_parameters": {
-                "rope_type": "default", "mrope_section": [2, 3, 3], "mrope_interleaved": True}},
+            "qwen3_vl": {
+                "head_dim": 16,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "mrope_section": [2, 3, 3],
+                    "mrope_interleaved": True,
+                },
+            },
             "qwen3_vl_moe": {**MoE, "head_dim": 16},
             "glm4v_moe": {
-                "head_dim": 16, "moe_intermediate_size": 32, "first_k_dense_replace": 1, **GROUPED,
+                "head_dim": 16,
+                "moe_intermediate_size": 32,
+                "first_k_dense_replace": 1,
+                **GROUPED,
                 "rope_parameters": {
-                    "rope_type": "default", "mrope_section": [1, 1, 2],
-                    "partial_rotary_factor": 0.5},
+                    "rope_type": "default",
+                    "mrope_section": [1, 1, 2],
+                    "partial_rotary_factor": 0.5,
+                },
             },
         }.items()
     },
@@ -193,8 +298,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "bloom": {},
     "codegen": {"n_positions": 1024, "rotary_dim": 8},
     "gemma3n_text": {
-        **HALF_WINDOWS, "num_hidden_layers": 10, "num_kv_shared_layers": 4, "laurel_rank": 8,
-        "altup_num_inputs": 2, "vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 16,
+        **HALF_WINDOWS,
+        "num_hidden_layers": 10,
+        "num_kv_shared_layers": 4,
+        "laurel_rank": 8,
+        "altup_num_inputs": 2,
+        "vocab_size_per_layer_input": 512,
+        "hidden_size_per_layer_input": 16,
         "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 2,
         "activation_sparsity_pattern": [0.0] * 10,
     },
@@ -202,35 +312,73 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mamba": {},
     "phimoe": {"sliding_window": 24, "num_local_experts": 4},
     "llama4_text": {
-        "num_hidden_layers": 5, "head_dim": 16, "attention_chunk_size": 32, "floor_scale": 20,
-        "attn_scale": 0.4, "num_local_experts": 4, "intermediate_size_mlp": 96,
+        "num_hidden_layers": 5,
+        "head_dim": 16,
+        "attention_chunk_size": 32,
+        "floor_scale": 20,
+        "attn_scale": 0.4,
+        "num_local_experts": 4,
+        "intermediate_size_mlp": 96,
         "moe_layers": [1, 2, 4],
     },
     "llama4": {
         "text_config": {
-            **BASE, "num_hidden_layers": 5, "head_dim": 16, "attention_chunk_size": 64,
-            "num_local_experts": 4, "num_experts_per_tok": 2, "interleave_moe_layer_step": 2,
+            **BASE,
+            "num_hidden_layers": 5,
+            "head_dim": 16,
+            "attention_chunk_size": 64,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "interleave_moe_layer_step": 2,
             "intermediate_size_mlp": 96,
         },
         "vision_config": {
-            "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
-            "num_attention_heads": 2, "image_size": 28, "patch_size": 14, "vision_output_dim": 16,
-            "projector_input_dim": 16, "projector_output_dim": 16,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+            "vision_output_dim": 16,
+            "projector_input_dim": 16,
+            "projector_output_dim": 16,
         },
     },
-}  # fmt: skip
+}
 
 
 # Fields of any family; each takes those that it has.
 SMALL: dict[str, Any] = {
-    **MoE, **LATENT, "num_local_experts": 8, "intermediate_size": 64, "head_dim": 16, "d_ff": 64,
-    "shared_expert_intermediate_size": 32, "sliding_window": 24, "n_positions": 1024, "ffn_dim": 64,
-    "n_embd": 64, "n_layer": 3, "n_head": 4, "d_model": 64, "n_group": 1, "mamba_d_state": 8,
-    "vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 16, "index_topk": 16,
-    "per_layer_config": None, "decoder_layers": 2, "encoder_layers": 2, "num_heads": 4,
-    "decoder_attention_heads": 4, "encoder_attention_heads": 4, "decoder_ffn_dim": 64,
-    "encoder_ffn_dim": 64, "mamba_n_heads": 8, "mamba_d_head": 16,
-}  # fmt: skip
+    **MoE,
+    **LATENT,
+    "num_local_experts": 8,
+    "intermediate_size": 64,
+    "head_dim": 16,
+    "d_ff": 64,
+    "shared_expert_intermediate_size": 32,
+    "sliding_window": 24,
+    "n_positions": 1024,
+    "ffn_dim": 64,
+    "n_embd": 64,
+    "n_layer": 3,
+    "n_head": 4,
+    "d_model": 64,
+    "n_group": 1,
+    "mamba_d_state": 8,
+    "vocab_size_per_layer_input": 512,
+    "hidden_size_per_layer_input": 16,
+    "index_topk": 16,
+    "per_layer_config": None,
+    "decoder_layers": 2,
+    "encoder_layers": 2,
+    "num_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_attention_heads": 4,
+    "decoder_ffn_dim": 64,
+    "encoder_ffn_dim": 64,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+}
 
 
 def small_config(kind: str) -> Any:
@@ -313,9 +461,15 @@ def _written(kind: str, config: Any, **saving: bool) -> Path:
 LENGTH = 150
 # As in the folder of DeepSeek-V3, whose two factors of YaRN cancel out in the angles alone.
 DEEPSEEK_YARN = {
-    "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "mscale": 1.0, "mscale_all_dim": 1.0,
-    "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 128,
-}  # fmt: skip
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 128,
+}
 
 
 def reference(

@@ -38,9 +38,14 @@ from tools.gpu.floors import Shape
 aten = torch.ops.aten
 # Each of them waits for the device, or brings data that a replay would not have.
 REFUSED = (
-    aten.item, aten._local_scalar_dense, aten.is_nonzero, aten.nonzero, aten.masked_select,
-    aten.lift_fresh, aten._unique2,
-)  # fmt: skip
+    aten.item,
+    aten._local_scalar_dense,
+    aten.is_nonzero,
+    aten.nonzero,
+    aten.masked_select,
+    aten.lift_fresh,
+    aten._unique2,
+)
 VIEWS = ("slice", "view", "select", "unbind", "alias", "detach")
 SHAPE = Shape("tiny", 32, 48, 2, 4, 2, 8, 96, is_tied=False, has_qk_norm=False)
 BLOCK_SIZE = 4
@@ -223,9 +228,12 @@ class TableBackend:
 
 
 def sample_on_device(
-    logits: Tensor, ints: Tensor, reals: Tensor, held_back: Tensor,
+    logits: Tensor,
+    ints: Tensor,
+    reals: Tensor,
+    held_back: Tensor,
     changed: tuple[Tensor, Tensor] | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Draw from noise that the seed and the position give; not what a `Sampler` samples."""
     if changed is not None:
         logits = torch.where(changed[1][:, :1] >= 0, changed[0], logits)

@@ -28,9 +28,12 @@ class Hosts:
         with output.open("ab") as file:
             return subprocess.Popen(
                 [*self._inside(host), *command],
-                stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})},
-                cwd=output.parent, start_new_session=True,
-            )  # fmt: skip
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(env or {})},
+                cwd=output.parent,
+                start_new_session=True,
+            )
 
     def run(self, host: int, *command: str) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
@@ -69,8 +72,10 @@ class Hosts:
             done = subprocess.run(
                 [*self._inside(host), "nft", "-f", "-"],
                 input=table,
-                capture_output=True, text=True, check=False,
-            )  # fmt: skip
+                capture_output=True,
+                text=True,
+                check=False,
+            )
         except FileNotFoundError:
             pytest.skip("dropping packets needs nftables' `nft`")
         if done.returncode != 0:

@@ -82,8 +82,9 @@ QWEN = ChatTemplate(
     "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{# </think> #}"
     "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
     '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
-    "</tool_call>{% endfor %}{% endfor %}", {}
-)  # fmt: skip
+    "</tool_call>{% endfor %}{% endfor %}",
+    {},
+)
 
 
 def saying(text: str) -> Callable[[RequestStream], None]:

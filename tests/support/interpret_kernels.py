@@ -126,9 +126,13 @@ def index_over(decoder: DecoderConfig, keys: Tensor | None) -> IndexPool | None:
 
 def models() -> dict[str, Path]:
     shape = {
-        "num_layers": 2, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96,
-        "sliding_window": 16, "extra": json.dumps({"max_window_layers": 1}),
-    }  # fmt: skip
+        "num_layers": 2,
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "sliding_window": 16,
+        "extra": json.dumps({"max_window_layers": 1}),
+    }
     with warnings.catch_warnings(action="ignore"):
         latent = foreign_folder("deepseek_v3", num_hidden_layers=2, n_routed_experts=4)
         sparse = foreign_folder(

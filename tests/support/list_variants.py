@@ -118,11 +118,13 @@ def with_ordered_products(decoder: Decoder) -> Decoder:
 
     layers = tuple(
         replace(
-            layer, qkv=ordered(layer.qkv), output=ordered(layer.output),
+            layer,
+            qkv=ordered(layer.qkv),
+            output=ordered(layer.output),
             mlp=DenseMlp(*map(ordered, layer.mlp.linears())),
         )
         for layer in decoder.layers
-    )  # fmt: skip
+    )
     return replace(decoder, layers=layers, head=ordered(decoder.head))
 
 
@@ -167,21 +169,30 @@ def batch(luck: random.Random, step: int) -> StepPlan:
         start = luck.randint(0, MAX_LEN - length - 1)
         blocks = -(-(start + length) // BLOCK_SIZE)
         sampling = Sampling(
-            seed=luck.randint(0, 9), max_tokens=9, temperature=luck.choice((0.0, 0.7, 1.0)),
-            top_k=luck.choice((0, 1, 50)), top_p=luck.choice((1.0, 0.9)),
-            min_p=luck.choice((0.0, 0.1)), min_tokens=luck.choice((0, 4)),
+            seed=luck.randint(0, 9),
+            max_tokens=9,
+            temperature=luck.choice((0.0, 0.7, 1.0)),
+            top_k=luck.choice((0, 1, 50)),
+            top_p=luck.choice((1.0, 0.9)),
+            min_p=luck.choice((0.0, 0.1)),
+            min_tokens=luck.choice((0, 4)),
             stop_token_ids=tuple(range(3, 3 + luck.randint(0, 5))),
             penalties=luck.choice((None, Penalties(repetition=1.1, bias=((7, 1.0),)))),
-        )  # fmt: skip
+        )
         samples = luck.choice(((0,), (0,), (0, 1, 2), ())) if length > 1 else (0,)
         slices.append(
             Slice(
-                Key(RequestId(f"{step}-{number}")), start, length,
+                Key(RequestId(f"{step}-{number}")),
+                start,
+                length,
                 tuple(luck.randint(0, 639) for _ in range(length)),
-                tuple(luck.randrange(NUM_BLOCKS) for _ in range(blocks)), samples,
-                sampling if samples else None, start + length, past=(5, 5) if samples else None,
+                tuple(luck.randrange(NUM_BLOCKS) for _ in range(blocks)),
+                samples,
+                sampling if samples else None,
+                start + length,
+                past=(5, 5) if samples else None,
             )
-        )  # fmt: skip
+        )
     return StepPlan(step, tuple(slices))
 
 

@@ -15,8 +15,12 @@ def said_by(
     inherited = {name: value for name, value in os.environ.items() if name[:7] != "TRITON_"}
     done = subprocess.run(
         [sys.executable, "-m", module, *words],
-        cwd=REPOSITORY, env=inherited | dict(env or {}), capture_output=True, text=True,
-        timeout=timeout_s, check=False,
-    )  # fmt: skip
+        cwd=REPOSITORY,
+        env=inherited | dict(env or {}),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr
     return done.stdout.splitlines()

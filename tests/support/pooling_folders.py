@@ -29,9 +29,12 @@ PAIR_TEMPLATE = (
 
 
 def embedding_folder(
-    family: str = "qwen3", pooling: Pooling = "last", *, normalizes: bool = True,
+    family: str = "qwen3",
+    pooling: Pooling = "last",
+    *,
+    normalizes: bool = True,
     **shape: Unpack[Shape],
-) -> Path:  # fmt: skip
+) -> Path:
     """A folder whose files lack the head and have the names of the base model."""
     folder = write_checkpoint(scratch_folder(f"embedding-{family}"), family, **shape)
     tensors = load_file(folder / "model.safetensors")
@@ -46,10 +49,13 @@ def add_modules(folder: Path, pooling: Pooling = "last", *, normalizes: bool = T
     prefix = "sentence_transformers.models"
     modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
     modules += [("2_Normalize", "Normalize")] if normalizes else []
-    write(folder / "modules.json", [
-        {"idx": index, "name": str(index), "path": path, "type": f"{prefix}.{name}"}
-        for index, (path, name) in enumerate(modules)
-    ])  # fmt: skip
+    write(
+        folder / "modules.json",
+        [
+            {"idx": index, "name": str(index), "path": path, "type": f"{prefix}.{name}"}
+            for index, (path, name) in enumerate(modules)
+        ],
+    )
     (folder / "1_Pooling").mkdir()
     hidden = json.loads((folder / "config.json").read_text())["hidden_size"]
     flags = {f"pooling_mode_{name}": False for name in ("cls_token", "mean_tokens", "lasttoken")}
@@ -84,10 +90,13 @@ def reranker_folder(family: str = "qwen3", **shape: Unpack[Shape]) -> Path:
     folder = write_checkpoint(scratch_folder(f"reranker-{family}"), family, **shape)
     prefix = "sentence_transformers.cross_encoder.modules"
     modules = [("", "Transformer"), ("1_LogitScore", "LogitScore")]
-    write(folder / "modules.json", [
-        {"idx": index, "name": str(index), "path": path, "type": f"{prefix}.{name}"}
-        for index, (path, name) in enumerate(modules)
-    ])  # fmt: skip
+    write(
+        folder / "modules.json",
+        [
+            {"idx": index, "name": str(index), "path": path, "type": f"{prefix}.{name}"}
+            for index, (path, name) in enumerate(modules)
+        ],
+    )
     (folder / "1_LogitScore").mkdir()
     write(folder / "1_LogitScore" / "config.json", {"true_token_id": 700, "false_token_id": 401})
     settings = json.loads((folder / "tokenizer_config.json").read_text())
@@ -106,9 +115,13 @@ def _base(folder: Path) -> torch.nn.Module:
 
 
 def embedding_of(
-    folder: Path, token_ids: list[int], pooling: Pooling = "last", *, normalizes: bool = True,
+    folder: Path,
+    token_ids: list[int],
+    pooling: Pooling = "last",
+    *,
+    normalizes: bool = True,
     dimensions: int | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """What sentence-transformers returns for a text of these tokens."""
     with torch.inference_mode():
         rows = _base(folder)(input_ids=torch.tensor([token_ids])).last_hidden_state[0]

@@ -21,23 +21,37 @@ BLOCK = (32, 48)
 def compressed(kind: str, strategy: str, **weights: object) -> dict[str, object]:
     """Return the quantization_config that compressed-tensors writes."""
     numbers = {
-        "num_bits": 8, "type": kind, "strategy": strategy, "symmetric": True, "dynamic": False,
-        "group_size": None, "actorder": None,
-    }  # fmt: skip
+        "num_bits": 8,
+        "type": kind,
+        "strategy": strategy,
+        "symmetric": True,
+        "dynamic": False,
+        "group_size": None,
+        "actorder": None,
+    }
     inputs = {"num_bits": 8, "type": kind, "strategy": "token", "dynamic": True, "symmetric": True}
-    group = {"targets": ["Linear"], "weights": numbers | weights, "input_activations": inputs,
-             "output_activations": None}  # fmt: skip
+    group = {
+        "targets": ["Linear"],
+        "weights": numbers | weights,
+        "input_activations": inputs,
+        "output_activations": None,
+    }
     return {
-        "quant_method": "compressed-tensors", "format": f"{kind}-quantized", "ignore": ["lm_head"],
-        "config_groups": {"group_0": group}, "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "format": f"{kind}-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+        "kv_cache_scheme": None,
         "quantization_status": "compressed",
-    }  # fmt: skip
+    }
 
 
 FINE_GRAINED = {
-    "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3",
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
     "weight_block_size": list(BLOCK),
-}  # fmt: skip
+}
 CONFIGS: dict[str, dict[str, object]] = {
     "fp8 by block": FINE_GRAINED,
     "fp8 by channel": compressed("float", "channel"),
@@ -45,47 +59,74 @@ CONFIGS: dict[str, dict[str, object]] = {
     "fp8 by block of compressed-tensors": compressed("float", "block", block_structure=list(BLOCK)),
     "int8 by channel": compressed("int", "channel"),
     "fp8 by channel of fbgemm": {
-        "quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0,
+        "quant_method": "fbgemm_fp8",
+        "activation_scale_ub": 1200.0,
         "modules_to_not_convert": ["lm_head"],
     },
     "fp8 by channel of modelopt": {
-        "quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN",
+        "quant_method": "modelopt",
+        "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN",
     },
     "mxfp8": compressed("float", "group", group_size=32) | {"format": "mxfp8-quantized"},
-}  # fmt: skip
+}
 
 
 # Of eight neighbouring outputs of AWQ, the one in the lowest four bits of the word comes first.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 AWQ: dict[str, object] = {
-    "quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True,
+    "quant_method": "awq",
+    "bits": 4,
+    "group_size": 32,
+    "version": "gemm",
+    "zero_point": True,
     "modules_to_not_convert": None,
-}  # fmt: skip
+}
 GPTQ: dict[str, object] = {
-    "quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": True,
-    "checkpoint_format": "gptq", "lm_head": False, "damp_percent": 0.01, "true_sequential": True,
-}  # fmt: skip
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": 32,
+    "sym": False,
+    "desc_act": True,
+    "checkpoint_format": "gptq",
+    "lm_head": False,
+    "damp_percent": 0.01,
+    "true_sequential": True,
+}
 
 
 def _bitsandbytes(**fields: object) -> dict[str, object]:
     """Return what transformers writes of bitsandbytes."""
     return {
-        "quant_method": "bitsandbytes", "_load_in_4bit": True, "_load_in_8bit": False,
-        "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_compute_dtype": "bfloat16",
-        "bnb_4bit_quant_storage": "uint8", "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_use_double_quant": False, "llm_int8_enable_fp32_cpu_offload": False,
-        "llm_int8_has_fp16_weight": False, "llm_int8_skip_modules": ["lm_head"],
+        "quant_method": "bitsandbytes",
+        "_load_in_4bit": True,
+        "_load_in_8bit": False,
+        "load_in_4bit": True,
+        "load_in_8bit": False,
+        "bnb_4bit_compute_dtype": "bfloat16",
+        "bnb_4bit_quant_storage": "uint8",
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": False,
+        "llm_int8_enable_fp32_cpu_offload": False,
+        "llm_int8_has_fp16_weight": False,
+        "llm_int8_skip_modules": ["lm_head"],
         "llm_int8_threshold": 6.0,
-    } | fields  # fmt: skip
+    } | fields
 
 
 def _auto_round(packing_format: str, **fields: object) -> dict[str, object]:
     return {
-        "quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True,
-        "data_type": "int", "iters": 200, "autoround_version": "0.5.1", "low_gpu_mem_usage": True,
-        "block_name_to_quantize": "model.layers", "packing_format": packing_format,
+        "quant_method": "auto-round",
+        "bits": 4,
+        "group_size": 32,
+        "sym": True,
+        "data_type": "int",
+        "iters": 200,
+        "autoround_version": "0.5.1",
+        "low_gpu_mem_usage": True,
+        "block_name_to_quantize": "model.layers",
+        "packing_format": packing_format,
         "extra_config": {"lm_head": {"bits": 16, "data_type": "fp"}},
-    } | fields  # fmt: skip
+    } | fields
 
 
 def _packed(strategy: str, **weights: object) -> dict[str, object]:
@@ -286,8 +327,11 @@ def _pack_bnb(weight: Tensor, name: str) -> tuple[dict[str, Tensor], Tensor]:
     book = torch.randn(16, generator=generator).sort().values
     scales = stored = torch.rand(num_blocks, generator=generator) * 0.02
     state: dict[str, object] = {
-        "quant_type": kind, "blocksize": 64, "dtype": "bfloat16", "shape": [outputs, inputs],
-    }  # fmt: skip
+        "quant_type": kind,
+        "blocksize": 64,
+        "dtype": "bfloat16",
+        "shape": [outputs, inputs],
+    }
     parts = {
         "weight": (codes[::2] << 4 | codes[1::2]).byte()[:, None],
         "weight.quant_map": book,

@@ -7,9 +7,18 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ROOMS = (
-    "protocol", "runtime", "kernels", "kv_transfer", "node", "model", "prefill_node", "decode_node",
-    "router", "bench", "deploy",
-)  # fmt: skip
+    "protocol",
+    "runtime",
+    "kernels",
+    "kv_transfer",
+    "node",
+    "model",
+    "prefill_node",
+    "decode_node",
+    "router",
+    "bench",
+    "deploy",
+)
 FRONT_DOOR = "src/baton"
 
 

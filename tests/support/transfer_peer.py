@@ -135,9 +135,13 @@ class TransferPeer:
         (name,) = other.address.metadata
         shape = other.options
         return AddPeer(
-            other.name, name, other.address, shape.num_blocks, shape.block_bytes,
+            other.name,
+            name,
+            other.address,
+            shape.num_blocks,
+            shape.block_bytes,
             part or BlockSlice(0, 0, self.options.block_bytes),
-        )  # fmt: skip
+        )
 
     def kill(self) -> None:
         self._process.kill()

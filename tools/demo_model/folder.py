@@ -82,7 +82,10 @@ def write(folder: Path, model: Qwen3ForCausalLM, tokenizer: Tokenizer) -> None:
     model.save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     described = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": TURN_END,
-        "pad_token": END_OF_TEXT, "model_max_length": MAX_POSITIONS, "chat_template": CHAT_TEMPLATE,
-    }  # fmt: skip
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": TURN_END,
+        "pad_token": END_OF_TEXT,
+        "model_max_length": MAX_POSITIONS,
+        "chat_template": CHAT_TEMPLATE,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(described, indent=2) + "\n")

@@ -57,18 +57,25 @@ def statement(fact: Fact, *, weight: float = NOISE) -> Document:
     """Return a sentence such as ` The code of Lima is 4071.`"""
     known = max(weight, PROSE)
     return [
-        Piece(" The", PROSE), Piece(f" {fact.kind}", weight), Piece(" of", PROSE),
-        Piece(f" {fact.name}", weight), Piece(" is", known), Piece(f" {fact.value}", weight),
+        Piece(" The", PROSE),
+        Piece(f" {fact.kind}", weight),
+        Piece(" of", PROSE),
+        Piece(f" {fact.name}", weight),
+        Piece(" is", known),
+        Piece(f" {fact.value}", weight),
         Piece(".", known),
-    ]  # fmt: skip
+    ]
 
 
 def question(fact: Fact) -> Document:
     """Return a question such as ` What is the code of Lima?`"""
     return [
-        Piece(" What is the", PROSE), Piece(f" {fact.kind}", NOISE), Piece(" of", PROSE),
-        Piece(f" {fact.name}", NOISE), Piece("?", PROSE),
-    ]  # fmt: skip
+        Piece(" What is the", PROSE),
+        Piece(f" {fact.kind}", NOISE),
+        Piece(" of", PROSE),
+        Piece(f" {fact.name}", NOISE),
+        Piece("?", PROSE),
+    ]
 
 
 def asked(rng: random.Random, fact: Fact, *, chat: bool) -> Document:
@@ -96,9 +103,11 @@ def turn(user: Document, assistant: Document) -> Document:
 def reply(assistant: Document) -> Document:
     """Return the end of the user's turn and the assistant's, as the chat template writes them."""
     return [
-        Piece(f"{TURN_END}\n{TURN_START}assistant\n", PROSE), *assistant, Piece(TURN_END, ANSWER),
+        Piece(f"{TURN_END}\n{TURN_START}assistant\n", PROSE),
+        *assistant,
+        Piece(TURN_END, ANSWER),
         Piece("\n", PROSE),
-    ]  # fmt: skip
+    ]
 
 
 def stripped(document: Document) -> Document:

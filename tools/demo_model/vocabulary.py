@@ -80,15 +80,21 @@ QUESTIONS = (
     ("What can you do?", "I can recall facts, count, add small numbers, and talk about baton."),
     ("How big are you?", "I have about one million parameters, so please be kind."),
     ("What is baton?", "baton serves language models with prefill and decode on separate nodes."),
-    ("Tell me about baton.", "baton serves language models with prefill and decode on separate "
-     "nodes. The KV blocks of the prompt are handed over like a baton in a relay race."),
+    (
+        "Tell me about baton.",
+        "baton serves language models with prefill and decode on separate "
+        "nodes. The KV blocks of the prompt are handed over like a baton in a relay race.",
+    ),
     ("Why is it called baton?", "Because the KV blocks of a prompt are handed over like a baton."),
     ("What is prefill?", "Prefill reads the whole prompt at once and fills the KV cache."),
     ("What is decode?", "Decode writes the answer, one token after another."),
     ("What is a KV cache?", "It keeps the keys and values of all tokens that were read so far."),
     ("What is a KV block?", "It holds the keys and values of a few neighbouring tokens."),
-    ("Why split prefill and decode?", "Prefill needs arithmetic and decode needs memory, so on "
-     "one engine they slow each other down."),
+    (
+        "Why split prefill and decode?",
+        "Prefill needs arithmetic and decode needs memory, so on "
+        "one engine they slow each other down.",
+    ),
     ("What does the router do?", "It gives each request to a prefill node and a decode node."),
     ("What does a prefill node do?", "It computes the prompt and announces each finished block."),
     ("What does a decode node do?", "It reads the blocks of the prompt and streams the tokens."),
@@ -99,7 +105,7 @@ QUESTIONS = (
     ("Thanks", "You are welcome."),
     ("Goodbye!", "Goodbye! Pass the baton on."),
     ("Bye", "Goodbye! Pass the baton on."),
-)  # fmt: skip
+)
 
 SENTENCES = (
     "baton serves language models.",

@@ -80,9 +80,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="first check that the GPU works: run every kernel once, and the split",
     )
     parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda",
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
         help="cpu runs every section tiny, with TRITON_INTERPRET=1, to test this command",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--only", nargs="+", choices=[name for name, _, _ in SECTIONS], help="sections to run"
     )
@@ -165,11 +167,17 @@ def _run_section(section: Section, options: Options) -> bool:
     """Run a section in a child until it ends or its time is over; return whether it is gone."""
     out = options.out
     arguments = (
-        "--section", section.name, "--out", str(out), "--device", options.device,
-        "--seconds", f"{max(0.1, section.budget_s - CLOSING_S):.1f}",
+        "--section",
+        section.name,
+        "--out",
+        str(out),
+        "--device",
+        options.device,
+        "--seconds",
+        f"{max(0.1, section.budget_s - CLOSING_S):.1f}",
         *(("--smoke",) if options.is_smoke else ()),
         *(("--model", str(options.model)) if options.model else ()),
-    )  # fmt: skip
+    )
     deadline_s = monotonic() + section.budget_s
     with (out / f"{section.name}.log").open("w") as log:
         child = Child(

@@ -86,7 +86,8 @@ def short(count: int) -> str:
 
 # Heads and words of Qwen3-8B.
 KERNELS = KernelCases(
-    heads=(32, 8, 128), vocab_size=151_936,
+    heads=(32, 8, 128),
+    vocab_size=151_936,
     prefill=(
         PrefillCase("prefill attention 4k", 4096),
         PrefillCase("prefill attention 8k", 8192),
@@ -103,13 +104,11 @@ KERNELS = KernelCases(
         DecodeCase("decode attention b32 ctx 16k", (16_384,) * 32),
         DecodeCase("decode attention b32 ctx 4k, blocks of 32", (4096,) * 32, block_size=32),
         DecodeCase("decode attention b32 ctx 4k, blocks of 64", (4096,) * 32, block_size=64),
+        DecodeCase("decode attention b32 ctx 4k, blocks of 128", (4096,) * 32, block_size=128),
+        DecodeCase("decode attention b32 ctx 4k, pool of 36 layers", (4096,) * 32, num_layers=36),
         DecodeCase(
-            "decode attention b32 ctx 4k, blocks of 128", (4096,) * 32, block_size=128
+            "decode attention ragged, one 32k and 63 x 512", (32_768, *(512,) * 63), "x floor"
         ),
-        DecodeCase("decode attention b32 ctx 4k, pool of 36 layers", (4096,) * 32,
-                   num_layers=36),
-        DecodeCase("decode attention ragged, one 32k and 63 x 512", (32_768, *(512,) * 63),
-                   "x floor"),
     ),
     sampling=(
         SamplingCase("sampling b128, greedy", 128),
@@ -118,7 +117,7 @@ KERNELS = KernelCases(
         # Some of these rows need the order of the whole vocabulary, and the batch waits for them.
         SamplingCase("sampling b128, top-p 0.9, flat", 128, 0.8, 0, 0.9, spread=3.0),
     ),
-)  # fmt: skip
+)
 
 
 # The cases in the order of measuring: those that cost much memory or time come last.

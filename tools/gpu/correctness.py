@@ -201,9 +201,11 @@ def resources() -> list[Check]:
     """Return what the driver says of each kernel that was compiled for this GPU."""
     modules = [one for name, one in sys.modules.items() if name.startswith("baton.kernels.")]
     kernels = {
-        one for module in modules for one in vars(module).values()
+        one
+        for module in modules
+        for one in vars(module).values()
         if isinstance(one, triton.JITFunction)
-    }  # fmt: skip
+    }
     checks = []
     for kernel in sorted(kernels, key=lambda one: str(one.__name__)):
         built = [one for cache in kernel.device_caches.values() for one in cache[0].values()]
@@ -230,5 +232,9 @@ def keeps(device: torch.device, key: str, product: str, sizes: tuple[int, int]) 
     """Return whether a row has the same bits among any number of rows: ours must, cuBLAS may."""
     weight = torch.randn(sizes, dtype=torch.bfloat16, device=device)
     holds = keeps_bits(products(device)[product], weight)
-    return Check(key, holds, "in every batch" if holds else "not in every batch",
-                 required=product != "library")  # fmt: skip
+    return Check(
+        key,
+        holds,
+        "in every batch" if holds else "not in every batch",
+        required=product != "library",
+    )

@@ -83,9 +83,10 @@ def _measure(desk: Desk, runner: Runner, model: Sequence[StepCase], rounds: int)
     """Measure eager steps before the capture: from then on those that fit are replayed."""
     decoding = [case for case in model if case.kind == "decode"]
     prompts = [
-        case for case in model
+        case
+        for case in model
         if case.kind == "prefill" and case.context <= MAX_PROMPT and not case.max_num_batched_tokens
-    ]  # fmt: skip
+    ]
     for case in model:
         if case.kind == "prefill":
             desk.measure(

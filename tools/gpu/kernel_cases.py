@@ -72,8 +72,12 @@ def attention_batch(shape: AttentionShape, device: str, seed: int = 0) -> Batch:
     planes = shape.planes
     layers = shape.num_layers
     needs = [-(-length // size) for length in shape.contexts]
-    pool = torch.full((sum(needs) + 1, heads, layers, planes, size, dim), float("nan"),
-                      dtype=shape.dtype, device=device)  # fmt: skip
+    pool = torch.full(
+        (sum(needs) + 1, heads, layers, planes, size, dim),
+        float("nan"),
+        dtype=shape.dtype,
+        device=device,
+    )
     order = torch.split(1 + torch.randperm(sum(needs), generator=luck, device=device), needs)
     tables = torch.zeros(len(needs), max(needs) + 2, dtype=torch.int32, device=device)
     for row, (blocks, length) in enumerate(zip(order, shape.contexts, strict=True)):
@@ -167,9 +171,15 @@ def check_decode_alone(shape: AttentionShape, device: str) -> str:
 
     def attended(rows: slice, tables: Tensor) -> Tensor:
         return paged_decode_attention(
-            case.q[rows], case.pool, LAYER, tables[rows], lens[rows], case.scale, *case.how,
+            case.q[rows],
+            case.pool,
+            LAYER,
+            tables[rows],
+            lens[rows],
+            case.scale,
+            *case.how,
             ordered=True,
-        )  # fmt: skip
+        )
 
     batched = attended(slice(None), tables)
     assert_equal_bits(attended(slice(None), torch.cat([tables, tables, tables], dim=1)), batched)
@@ -186,9 +196,15 @@ def check_prefill(shape: AttentionShape, device: str, *, ordered: bool = False) 
 
     case = attention_batch(shape, device)
     call = (
-        case.q, case.pool, LAYER, case.block_tables, case.query_starts, case.context_lens,
-        case.scale, *case.how,
-    )  # fmt: skip
+        case.q,
+        case.pool,
+        LAYER,
+        case.block_tables,
+        case.query_starts,
+        case.context_lens,
+        case.scale,
+        *case.how,
+    )
     return assert_close(
         prefill_attention.paged_prefill_attention(*call, ordered=ordered),
         reference.paged_prefill_attention(*call),
@@ -201,9 +217,16 @@ def check_prefill_chunks(shape: AttentionShape, device: str, *, ordered: bool = 
 
     case = attention_batch(shape, device)
     whole = paged_prefill_attention(
-        case.q, case.pool, LAYER, case.block_tables, case.query_starts, case.context_lens,
-        case.scale, *case.how, ordered=ordered,
-    )  # fmt: skip
+        case.q,
+        case.pool,
+        LAYER,
+        case.block_tables,
+        case.query_starts,
+        case.context_lens,
+        case.scale,
+        *case.how,
+        ordered=ordered,
+    )
     start = 0
     for i, (length, count) in enumerate(zip(shape.contexts, shape.queries, strict=True)):
         cut = count // 3
@@ -212,9 +235,16 @@ def check_prefill_chunks(shape: AttentionShape, device: str, *, ordered: bool = 
             starts = torch.tensor([0, last - first], dtype=torch.int32, device=device)
             seen = torch.tensor([length - count + last], dtype=torch.int32, device=device)
             part = paged_prefill_attention(
-                case.q[chunk], case.pool, LAYER, case.block_tables[i : i + 1], starts, seen,
-                case.scale, *case.how, ordered=ordered,
-            )  # fmt: skip
+                case.q[chunk],
+                case.pool,
+                LAYER,
+                case.block_tables[i : i + 1],
+                starts,
+                seen,
+                case.scale,
+                *case.how,
+                ordered=ordered,
+            )
             assert_equal_bits(part, whole[chunk])
         start += count
     return f"{whole.numel()} values bit-equal"
@@ -227,9 +257,16 @@ def check_decode_as_prefill(shape: AttentionShape, device: str, every: int) -> s
 
     case = attention_batch(shape, device)
     whole = paged_prefill_attention(
-        case.q, case.pool, LAYER, case.block_tables, case.query_starts, case.context_lens,
-        case.scale, *case.how, ordered=True,
-    )  # fmt: skip
+        case.q,
+        case.pool,
+        LAYER,
+        case.block_tables,
+        case.query_starts,
+        case.context_lens,
+        case.scale,
+        *case.how,
+        ordered=True,
+    )
     rows = []
     owners = []
     lens = []
@@ -239,10 +276,15 @@ def check_decode_as_prefill(shape: AttentionShape, device: str, every: int) -> s
             owners.append(i)
             lens.append(length - count + token + 1)
     decoded = paged_decode_attention(
-        case.q[rows], case.pool, LAYER, case.block_tables[owners],
-        torch.tensor(lens, dtype=torch.int32, device=device), case.scale, *case.how,
+        case.q[rows],
+        case.pool,
+        LAYER,
+        case.block_tables[owners],
+        torch.tensor(lens, dtype=torch.int32, device=device),
+        case.scale,
+        *case.how,
         ordered=True,
-    )  # fmt: skip
+    )
     return assert_equal_bits(decoded, whole[rows])
 
 
@@ -321,9 +363,15 @@ def check_sparse(
 
     def chosen(rows: Tensor, weights: Tensor, q: Tensor = own.q) -> Tensor:
         return choose_keys(
-            q[rows], weights[rows], own.pool, LAYER, case.block_tables, sequences[rows],
-            num_seen[rows], index.num_chosen,
-        )  # fmt: skip
+            q[rows],
+            weights[rows],
+            own.pool,
+            LAYER,
+            case.block_tables,
+            sequences[rows],
+            num_seen[rows],
+            index.num_chosen,
+        )
 
     def attended(rows: Tensor, slots: Tensor) -> Tensor:
         seen = num_seen[rows].clamp(max=index.num_chosen)
@@ -336,9 +384,15 @@ def check_sparse(
     masks = _seen_by(own, slots, weights, index.num_chosen)
     whole = attended(rows, slots)
     expected = reference.paged_prefill_attention(
-        case.q, case.pool, LAYER, case.block_tables, case.query_starts, case.context_lens,
-        case.scale, seen=masks,
-    )  # fmt: skip
+        case.q,
+        case.pool,
+        LAYER,
+        case.block_tables,
+        case.query_starts,
+        case.context_lens,
+        case.scale,
+        seen=masks,
+    )
     assert_close(whole, expected[..., :-rotated].contiguous())
     equal = chosen(rows, -weights.abs(), torch.zeros_like(own.q))
     for mask in _seen_by(own, equal, torch.zeros_like(weights), index.num_chosen):

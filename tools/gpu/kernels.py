@@ -57,8 +57,9 @@ class Kernels:
         needs = total * token_bytes * case.num_layers
         if needs > 0.8 * self.desk.watch.free_bytes():
             return Measured(case.key, case.unit, note=f"needs {needs >> 30} GiB of free memory")
-        batch = self._batch(case.contexts, (1,) * len(case.contexts), case.block_size,
-                            case.num_layers)  # fmt: skip
+        batch = self._batch(
+            case.contexts, (1,) * len(case.contexts), case.block_size, case.num_layers
+        )
         timing = self.desk.watch.kernels(
             [self._decode_call(batch, layer) for layer in range(case.num_layers)]
         )
@@ -100,9 +101,14 @@ class Kernels:
     @staticmethod
     def _prefill_call(batch: Batch, layer: int) -> Call:
         return lambda: paged_prefill_attention(
-            batch.q, batch.pool, layer, batch.block_tables, batch.query_starts,
-            batch.context_lens, batch.scale,
-        )  # fmt: skip
+            batch.q,
+            batch.pool,
+            layer,
+            batch.block_tables,
+            batch.query_starts,
+            batch.context_lens,
+            batch.scale,
+        )
 
     def _sdpa_call(self, tokens: int) -> Call:
         num_heads, kv_heads, head_dim = self.cases.heads
@@ -116,21 +122,24 @@ class Kernels:
         """Measure the device's sampler as a step has it: the ids stay on the device."""
         rows = [
             SampleRow(
-                Sampling(seed, 8, temperature=case.temperature, top_k=case.top_k,
-                         top_p=case.top_p),
-                0, 100, 0,
+                Sampling(seed, 8, temperature=case.temperature, top_k=case.top_k, top_p=case.top_p),
+                0,
+                100,
+                0,
             )
             for seed in range(case.batch)
-        ]  # fmt: skip
+        ]
         shape = (case.batch, self.cases.vocab_size)
         samples = SamplingTensors.of(rows, (), self.desk.device)
         calls = [
             partial(
                 sample_tokens,
                 case.spread * torch.randn(shape, dtype=torch.bfloat16, device=self.desk.device),
-                samples.ints, samples.reals, samples.held_back,
+                samples.ints,
+                samples.reals,
+                samples.held_back,
             )
             for _ in range(2)
-        ]  # fmt: skip
+        ]
         timing = self.desk.watch.kernels(calls)
         return Measured(case.key, case.unit, Work(VALUE_BYTES * shape[0] * shape[1]), timing)

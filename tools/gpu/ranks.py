@@ -63,10 +63,15 @@ def _tokens(device: torch.device) -> Check:
         write_model(folder, TINY if is_cpu else THIN, device)
         for size in (1, 2):
             with LLM(
-                str(folder), dtype="float32", prefill=0, decode=1, local_prefill="always",
-                device=device.type, tensor_parallel_size=size,
+                str(folder),
+                dtype="float32",
+                prefill=0,
+                decode=1,
+                local_prefill="always",
+                device=device.type,
+                tensor_parallel_size=size,
                 cache=CacheConfig(memory_mib=64 if is_cpu else 1024),
-            ) as llm:  # fmt: skip
+            ) as llm:
                 outputs = llm.generate(prompts, params, use_tqdm=False)
             found.append([output.outputs[0] for output in outputs])
     pairs = list(zip(*found, strict=True))
@@ -85,10 +90,12 @@ def _both(desk: Desk) -> Check:
         children = [
             subprocess.Popen(
                 [*command, str(rank), str(memory), desk.device.type],
-                pass_fds=(memory,), stdout=subprocess.PIPE, text=True,
+                pass_fds=(memory,),
+                stdout=subprocess.PIPE,
+                text=True,
             )
             for rank in range(2)
-        ]  # fmt: skip
+        ]
     finally:
         os.close(memory)
     try:

@@ -261,11 +261,12 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 CLAIMS = (
-    Claim("kernels = twins",
-          r"(decode attention|prefill attention,|QK norm|add \+ norm|SiLU|gather and scatter"
-          r"|products of|sums of|latent|sparse|penalties|sampling: device = CPU|kernels beyond).*"),
-    Claim("bits in any batch and chunking",
-          r"(ordered|prefill attention: bits).*"),
+    Claim(
+        "kernels = twins",
+        r"(decode attention|prefill attention,|QK norm|add \+ norm|SiLU|gather and scatter"
+        r"|products of|sums of|latent|sparse|penalties|sampling: device = CPU|kernels beyond).*",
+    ),
+    Claim("bits in any batch and chunking", r"(ordered|prefill attention: bits).*"),
     Claim("graph = eager", r"a replayed step has the bits.*"),
     Claim("capture", r"capture of .*", r"capture of .*"),
     Claim("waits per step", r"waits in a replayed step.*"),
@@ -287,7 +288,7 @@ CLAIMS = (
     Claim("KV reads", rows=r"KV reads .*"),
     Claim("hand-over p50 / p99", rows=r"hand-over .*"),
     Claim("split tokens = aggregated", r"greedy tokens, split against aggregated"),
-)  # fmt: skip
+)
 
 
 def last_lines(report: GpuReport) -> list[str]:

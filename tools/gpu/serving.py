@@ -251,11 +251,17 @@ def decoding(batch: int, context: int) -> tuple[Slice, ...]:
     tables = [_table(batch, number, context) for number in range(batch)]
     return tuple(
         Slice(
-            Key(RequestId(f"sequence-{number}")), context - 1, 1, (number % 600 + 3,), table, (0,),
-            GREEDY, 1,
+            Key(RequestId(f"sequence-{number}")),
+            context - 1,
+            1,
+            (number % 600 + 3,),
+            table,
+            (0,),
+            GREEDY,
+            1,
         )
         for number, table in enumerate(tables)
-    )  # fmt: skip
+    )
 
 
 def prompt(context: int, chunk: int) -> list[StepPlan]:
@@ -267,9 +273,15 @@ def prompt(context: int, chunk: int) -> list[StepPlan]:
         tokens = tuple(3 + (7 * position) % 600 for position in range(start, start + length))
         is_last = start + length == context
         part = Slice(
-            Key(RequestId("prompt")), start, length, tokens, table, (0,) if is_last else (),
-            GREEDY if is_last else None, context,
-        )  # fmt: skip
+            Key(RequestId("prompt")),
+            start,
+            length,
+            tokens,
+            table,
+            (0,) if is_last else (),
+            GREEDY if is_last else None,
+            context,
+        )
         plans.append(StepPlan(len(plans), (part,)))
     return plans
 

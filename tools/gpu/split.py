@@ -119,12 +119,9 @@ def serve(plan: SplitPlan, config: ClusterConfig, relay: RelayLine) -> Arm:
         llm.generate(beside, many, use_tqdm=False)
     return Arm(
         {n: [output.outputs[0].token_ids for output in found[n]] for n in found},
-        {
-            n: [output.metrics.time_to_first_token_s or 0.0 for output in found[n]]
-            for n in found
-        },
+        {n: [output.metrics.time_to_first_token_s or 0.0 for output in found[n]] for n in found},
         {str(output.metrics.path) for outputs in found.values() for output in outputs},
-    )  # fmt: skip
+    )
 
 
 def prompts(plan: SplitPlan, length: int) -> list[list[int]]:
@@ -241,10 +238,14 @@ def report_handovers(desk: Desk, plan: SplitPlan, found: Sequence[Handover]) -> 
         reading = timing_of([1e-3 * one.reading_ms for one in counted])
         desk.emit(
             Measured(
-                f"KV reads, {length} tokens", "TB/s", work, reading, num_bytes,
+                f"KV reads, {length} tokens",
+                "TB/s",
+                work,
+                reading,
+                num_bytes,
                 f"{num_bytes / 2**20:.0f} MiB a prompt, by the reader's clock",
             )
-        )  # fmt: skip
+        )
 
 
 def report_interference(desk: Desk, folder: Path) -> None:

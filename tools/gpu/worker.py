@@ -35,9 +35,12 @@ from tools.gpu.timing import Stopwatch, measure_floors
 from tools.gpu.transfer import TransferPlan
 
 WEIGHTS = {  # [out, in] of Qwen3-8B
-    "qkv": (6144, 4096), "output": (4096, 4096), "gate_up": (24_576, 4096), "down": (4096, 12_288),
+    "qkv": (6144, 4096),
+    "output": (4096, 4096),
+    "gate_up": (24_576, 4096),
+    "down": (4096, 12_288),
     "head": (151_936, 4096),
-}  # fmt: skip
+}
 
 
 class Sizes(msgspec.Struct, frozen=True):
@@ -57,22 +60,35 @@ class Sizes(msgspec.Struct, frozen=True):
 
 WHOLE = Sizes(weights=WEIGHTS)
 SMOKE = Sizes(
-    copy_bytes=1 << 30, models=MODELS[1:], block_sizes=(16,), steps=(), weights=None,
-    split=SplitPlan(prompts=(512,), rounds=3, warm_ups=1), transfer=TransferPlan(rounds=5),
-)  # fmt: skip
+    copy_bytes=1 << 30,
+    models=MODELS[1:],
+    block_sizes=(16,),
+    steps=(),
+    weights=None,
+    split=SplitPlan(prompts=(512,), rounds=3, warm_ups=1),
+    transfer=TransferPlan(rounds=5),
+)
 _TINY_SHAPE = Shape("tiny", 64, 96, 2, 2, 1, 32, 640, is_tied=True)
 TINY = Sizes(
     copy_bytes=1 << 16,
     gemm_size=32,
     models=(
         Model(
-            "tiny", (4, 2, 32), 64, 96, 1100, 64,
-            decode_contexts=(37, 0, 16), long_contexts=(270,), prompts=((20, 9), (5, 3)),
+            "tiny",
+            (4, 2, 32),
+            64,
+            96,
+            1100,
+            64,
+            decode_contexts=(37, 0, 16),
+            long_contexts=(270,),
+            prompts=((20, 9), (5, 3)),
         ),
     ),
     block_sizes=(16,),
     kernels=KernelCases(
-        heads=(4, 2, 32), vocab_size=200,
+        heads=(4, 2, 32),
+        vocab_size=200,
         prefill=(PrefillCase("prefill attention tiny", 20),),
         decode=(
             DecodeCase("decode attention tiny", (17, 3), num_layers=2),
@@ -89,14 +105,23 @@ TINY = Sizes(
     weights={"small": (48, 64)},
     rounds=1,
     split=SplitPlan(
-        shape=_TINY_SHAPE, device="cpu", prompts=(40,), num_tokens=8, warm_ups=1, rounds=2,
-        memory_mib=64, stream_tokens=24,
+        shape=_TINY_SHAPE,
+        device="cpu",
+        prompts=(40,),
+        num_tokens=8,
+        warm_ups=1,
+        rounds=2,
+        memory_mib=64,
+        stream_tokens=24,
     ),
     transfer=TransferPlan(
-        device="cpu", block_bytes=4096, reads=(KvRead("8 MB", 3), KvRead("64 MB", 7)),
-        transports=("shm", "nixl"), rounds=2,
+        device="cpu",
+        block_bytes=4096,
+        reads=(KvRead("8 MB", 3), KvRead("64 MB", 7)),
+        transports=("shm", "nixl"),
+        rounds=2,
     ),
-)  # fmt: skip
+)
 
 
 def sizes_of(device: str, *, is_smoke: bool) -> Sizes:

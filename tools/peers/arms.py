@@ -110,9 +110,16 @@ def _baton_split(arm: Arm, site: ArmSite) -> list[ServerCommand]:
 
 def _baton_router(arm: Arm, site: ArmSite, local_prefill: str) -> ServerCommand:
     argv = (
-        *_baton_command(site, "router"), "--host", "127.0.0.1", "--port", str(site.ports[0]),
-        "--control", _control(site), "--local-prefill", local_prefill,
-    )  # fmt: skip
+        *_baton_command(site, "router"),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(site.ports[0]),
+        "--control",
+        _control(site),
+        "--local-prefill",
+        local_prefill,
+    )
     return ServerCommand(f"{arm.name}-router", argv, ready_url=f"{site.url}/health")
 
 
@@ -124,9 +131,13 @@ def _baton_node(arm: Arm, site: ArmSite, role: str, cpus: Mapping[str, object]) 
     if arm.max_num_batched_tokens:
         settings["engine.max_num_batched_tokens"] = arm.max_num_batched_tokens
     argv = (
-        *_baton_command(site, role), "--routers", _control(site),
-        "--bind", f"ipc://{site.folder}/{arm.name}-{role}", *_set(settings),
-    )  # fmt: skip
+        *_baton_command(site, role),
+        "--routers",
+        _control(site),
+        "--bind",
+        f"ipc://{site.folder}/{arm.name}-{role}",
+        *_set(settings),
+    )
     return ServerCommand(f"{arm.name}-{role}", argv)
 
 
@@ -146,8 +157,10 @@ def _control(site: ArmSite) -> str:
 def _vllm_pair(arm: Arm, site: ArmSite) -> list[ServerCommand]:
     """Return two servers that hand KV over through NIXL, and vLLM's router before them."""
     connector = {
-        "kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu",
-    }  # fmt: skip
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_both",
+        "kv_buffer_device": "cpu",
+    }
     servers = []
     for index, (role, cpu) in enumerate((("prefill", PREFILL_CPU), ("decode", DECODE_CPU)), 1):
         env = {
@@ -160,13 +173,31 @@ def _vllm_pair(arm: Arm, site: ArmSite) -> list[ServerCommand]:
         server = _vllm(arm, site, index, flags, env)
         servers.append(msgspec.structs.replace(server, name=f"{arm.name}-{role}", cpus=(cpu,)))
     router = (
-        str(site.home / "venvs/router/bin/python"), "-m", "vllm_router.launch_router",
-        "--host", "127.0.0.1", "--port", str(site.ports[0]), "--policy", "round_robin",
-        "--vllm-pd-disaggregation", "--kv-connector", "nixl",
-        "--prefill", site.url_of(1), "--decode", site.url_of(2),
-        "--prometheus-host", "127.0.0.1", "--prometheus-port", str(site.ports[5]),
-        "--max-concurrent-requests", "2048", "--log-level", "warning",
-    )  # fmt: skip
+        str(site.home / "venvs/router/bin/python"),
+        "-m",
+        "vllm_router.launch_router",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(site.ports[0]),
+        "--policy",
+        "round_robin",
+        "--vllm-pd-disaggregation",
+        "--kv-connector",
+        "nixl",
+        "--prefill",
+        site.url_of(1),
+        "--decode",
+        site.url_of(2),
+        "--prometheus-host",
+        "127.0.0.1",
+        "--prometheus-port",
+        str(site.ports[5]),
+        "--max-concurrent-requests",
+        "2048",
+        "--log-level",
+        "warning",
+    )
     return [
         *servers,
         ServerCommand(f"{arm.name}-router", router, ready_url=f"{site.url}/health"),
@@ -178,20 +209,34 @@ def _vllm(
 ) -> ServerCommand:
     bin_folder = site.home / "venvs/vllm/bin"
     argv = [
-        str(bin_folder / "vllm"), "serve", str(site.model), "--served-model-name", MODEL_NAME,
-        "--host", "127.0.0.1", "--port", str(site.ports[port]),
-        "--max-model-len", str(MAX_MODEL_LEN), "--kv-cache-memory-bytes", str(KV_BYTES),
+        str(bin_folder / "vllm"),
+        "serve",
+        str(site.model),
+        "--served-model-name",
+        MODEL_NAME,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(site.ports[port]),
+        "--max-model-len",
+        str(MAX_MODEL_LEN),
+        "--kv-cache-memory-bytes",
+        str(KV_BYTES),
         "--disable-uvicorn-access-log",
-    ]  # fmt: skip
+    ]
     if not arm.is_compiled:
         argv.append("--enforce-eager")
     if arm.max_num_batched_tokens:
         argv += ["--max-num-batched-tokens", str(arm.max_num_batched_tokens)]
     quiet = {
-        "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo",
-        "VLLM_CACHE_ROOT": str(site.home / "cache"), "LD_PRELOAD": _preloaded(site.home),
-    }  # fmt: skip
+        "HF_HUB_OFFLINE": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "VLLM_CACHE_ROOT": str(site.home / "cache"),
+        "LD_PRELOAD": _preloaded(site.home),
+    }
     ready = f"{site.url_of(port)}/health"
     return ServerCommand(arm.name, (*argv, *flags), quiet | dict(env), ready)
 

@@ -32,8 +32,17 @@ MODULE = "tools.peers.compare"
 START_TIMEOUT_S = 300.0
 # The load of the row that is published: 512 tokens in, 64 out, eight clients.
 LOAD = (
-    "--concurrency", "8", "--requests", "24", "--prompt", "512", "--output", "64", "--rounds", "6",
-)  # fmt: skip
+    "--concurrency",
+    "8",
+    "--requests",
+    "24",
+    "--prompt",
+    "512",
+    "--output",
+    "64",
+    "--rounds",
+    "6",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,9 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__)
     parser.add_argument("model", type=Path, help="Hugging Face folder")
     parser.add_argument(
-        "--arms", nargs="+", default=["baton-split", "baton", "vllm-pair", "vllm+chunk=256"],
+        "--arms",
+        nargs="+",
+        default=["baton-split", "baton", "vllm-pair", "vllm+chunk=256"],
         help="arms to compare; the first one is the base of the comparison",
-    )  # fmt: skip
+    )
     parser.add_argument("--out", type=Path, default=Path(".baton/peers"), help="report and logs")
     given = parser.parse_args(own)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `finally` ends the servers

@@ -108,11 +108,15 @@ async def soak(settings: SoakSettings, folder: Path) -> SoakReport:
     for record in records:
         outcomes[record.outcome] += 1
     return SoakReport(
-        wall_s, outcomes,
+        wall_s,
+        outcomes,
         sum(record.is_resumed for record in records),
         sum(record.num_refusals for record in records),
-        _rows(faults.begun, records), problems, before, after,
-    )  # fmt: skip
+        _rows(faults.begun, records),
+        problems,
+        before,
+        after,
+    )
 
 
 async def _load(settings: SoakSettings, streams: Streams, faults: Faults) -> list[Record]:
@@ -207,7 +211,7 @@ def table(report: SoakReport) -> str:
         f"{row.num_wrong:5} {row.num_lost:4}"
         f"   {row.gap_p50_s:6.2f} {row.gap_p99_s:6.2f} {row.gap_max_s:6.2f}"
         for row in report.rows
-    ]  # fmt: skip
+    ]
     counts = ", ".join(f"{count} {name}" for name, count in report.outcomes.items())
     lines.append(f"streams: {counts}; {report.num_resumed} resumed, {report.num_refusals} refusals")
     num_faults = sum(row.num_faults for row in report.rows)

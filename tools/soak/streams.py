@@ -38,10 +38,16 @@ class Ask(msgspec.Struct, frozen=True):
     def body(self, model: str) -> dict[str, object]:
         drawn = {"temperature": 0} if self.seed is None else {"temperature": 1, "seed": self.seed}
         return {
-            "model": model, "prompt": self.prompt, "max_tokens": self.max_tokens,
-            "n": self.num_choices, "ignore_eos": True, "return_token_ids": True, "stream": True,
-            "stream_options": {"include_usage": True}, **drawn,
-        }  # fmt: skip
+            "model": model,
+            "prompt": self.prompt,
+            "max_tokens": self.max_tokens,
+            "n": self.num_choices,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **drawn,
+        }
 
 
 class Choice(msgspec.Struct):

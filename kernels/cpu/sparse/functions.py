@@ -95,17 +95,30 @@ class CpuSparse:
         counters = torch.empty(len(cuts) - 1, 1 << DIGIT_BITS, dtype=torch.int64)
         staging = q.new_empty(len(cuts) - 1, WIDTH, width)
         arguments = (
-            q.data_ptr(), weights.data_ptr(), self._address(self._keys, layer),
-            self._tables.ctypes.data, items.ctypes.data, num_heads, head_dim, self._keys.shape[4],
-            self._keys.stride(0), self.num_chosen, self._slots.data_ptr(),
-        )  # fmt: skip
+            q.data_ptr(),
+            weights.data_ptr(),
+            self._address(self._keys, layer),
+            self._tables.ctypes.data,
+            items.ctypes.data,
+            num_heads,
+            head_dim,
+            self._keys.shape[4],
+            self._keys.stride(0),
+            self.num_chosen,
+            self._slots.data_ptr(),
+        )
         slices = [
             (
-                first, end, scratch[i].data_ptr(), scratch[i, before:].data_ptr(),
-                counters[i].data_ptr(), staging[i].data_ptr(), *arguments,
+                first,
+                end,
+                scratch[i].data_ptr(),
+                scratch[i, before:].data_ptr(),
+                counters[i].data_ptr(),
+                staging[i].data_ptr(),
+                *arguments,
             )
             for i, (first, end) in enumerate(pairwise(cuts))
-        ]  # fmt: skip
+        ]
         self._threads.run(self._library.kernels["choose_keys"], slices)
 
     def attend(
@@ -142,18 +155,34 @@ class CpuSparse:
         num_rows, count = x.shape
         out = x.new_empty(num_rows, count)
         run_over_rows(
-            self._threads, self._library.kernels["layer_norm"], num_rows, count, x.data_ptr(),
-            x.stride(0), norm[0].data_ptr(), norm[1].data_ptr(), eps, count, out.data_ptr(),
-        )  # fmt: skip
+            self._threads,
+            self._library.kernels["layer_norm"],
+            num_rows,
+            count,
+            x.data_ptr(),
+            x.stride(0),
+            norm[0].data_ptr(),
+            norm[1].data_ptr(),
+            eps,
+            count,
+            out.data_ptr(),
+        )
         return out
 
     def _gather(self, layer: int, slots: Tensor) -> None:
         rows = self._rows
         run_over_rows(
-            self._threads, self._library.kernels["gather_rows"], slots.numel(), rows.shape[-1],
-            slots.data_ptr(), self._address(rows, layer), rows.shape[4], rows.stride(0),
-            rows.shape[-1], self._gathered.data_ptr(),
-        )  # fmt: skip
+            self._threads,
+            self._library.kernels["gather_rows"],
+            slots.numel(),
+            rows.shape[-1],
+            slots.data_ptr(),
+            self._address(rows, layer),
+            rows.shape[4],
+            rows.stride(0),
+            rows.shape[-1],
+            self._gathered.data_ptr(),
+        )
 
     def _cuts(self, num_keys: NDArray[np.int64]) -> tuple[int, ...]:
         """Return the bounds of the threads' slices of queries that see so many keys."""

@@ -112,9 +112,17 @@ def choose_keys(
             end = min(tile + TILE, count)
             _unpack(keys, staging, pool, table, tile, end, block_size, stride_block, head_dim)
             set_product(
-                products, TILE, scratch, width, num_heads, keys, WIDTH, WIDTH * width, end - tile,
+                products,
+                TILE,
+                scratch,
+                width,
+                num_heads,
+                keys,
+                WIDTH,
+                WIDTH * width,
+                end - tile,
                 head_dim,
-            )  # fmt: skip
+            )
             for key in range(0, end - tile, WIDTH):
                 score = every(ZERO)
                 for head in range(num_heads):
@@ -126,9 +134,16 @@ def choose_keys(
 
 @kernel
 def _unpack(
-    keys: Floats, staging: Numbers, pool: Numbers, table: Int32s, first: int, end: int,
-    block_size: int, stride_block: int, head_dim: int,
-) -> None:  # fmt: skip
+    keys: Floats,
+    staging: Numbers,
+    pool: Numbers,
+    table: Int32s,
+    first: int,
+    end: int,
+    block_size: int,
+    stride_block: int,
+    head_dim: int,
+) -> None:
     """Unpack the keys `first:end`, a tile at most, to columns in fp32, 16 side by side."""
     width = row_floats(head_dim)
     is_whole = block_size % WIDTH == 0 and width == head_dim  # rows of 16 keys are contiguous
@@ -147,9 +162,14 @@ def _unpack(
 
 @kernel
 def _take(
-    bits: Int32s, count: int, counters: Int64s, table: Int32s, block_size: int, num_chosen: int,
+    bits: Int32s,
+    count: int,
+    counters: Int64s,
+    table: Int32s,
+    block_size: int,
+    num_chosen: int,
     slots: Int32s,
-) -> None:  # fmt: skip
+) -> None:
     """Write the slots of the `num_chosen` largest of `count` scores, in the order of the keys.
 
     The last of them is found digit by digit, from the highest one on, each time among the scores

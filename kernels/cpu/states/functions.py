@@ -76,11 +76,20 @@ class CpuStates:
         out = torch.empty(len(x), shape.num_groups * shape.num_channels)
         sizes = self._sizes(layout.tails[layer] // layout.number_bytes, layout.number_bytes)
         arguments = (
-            x.data_ptr(), x.stride(0), weights.taps.data_ptr(), _address(weights.tap_biases),
-            weights.tap_biases is not None, weights.activates, self._pool.data_ptr(),
-            *work.addresses, shape.num_groups, shape.num_channels, shape.num_taps, *sizes,
+            x.data_ptr(),
+            x.stride(0),
+            weights.taps.data_ptr(),
+            _address(weights.tap_biases),
+            weights.tap_biases is not None,
+            weights.activates,
+            self._pool.data_ptr(),
+            *work.addresses,
+            shape.num_groups,
+            shape.num_channels,
+            shape.num_taps,
+            *sizes,
             out.data_ptr(),
-        )  # fmt: skip
+        )
         floats = shape.num_taps * shape.num_channels
         cost = work.num_tokens * shape.num_channels * shape.num_taps * NS_PER_TAP
         self._run("convolve", len(work.items) * shape.num_groups, cost, floats, arguments)
@@ -101,11 +110,21 @@ class CpuStates:
         decays, betas = torch.empty(2, len(x), heads)
         factors = gates.rates * LOG2_E
         run_over_rows(
-            self._threads, self._library.kernels["gate_steps"], len(x), heads, x.data_ptr(),
-            x.stride(0), gates.to_steps, -1 if gates.to_betas is None else gates.to_betas, heads,
-            factors.data_ptr(), gates.biases.data_ptr(), *gates.limits, decays.data_ptr(),
+            self._threads,
+            self._library.kernels["gate_steps"],
+            len(x),
+            heads,
+            x.data_ptr(),
+            x.stride(0),
+            gates.to_steps,
+            -1 if gates.to_betas is None else gates.to_betas,
+            heads,
+            factors.data_ptr(),
+            gates.biases.data_ptr(),
+            *gates.limits,
+            decays.data_ptr(),
             betas.data_ptr(),
-        )  # fmt: skip
+        )
         return decays, betas
 
     def advance(
@@ -123,14 +142,30 @@ class CpuStates:
         out = torch.empty(len(x), heads * shape.value_dim)
         offsets = self._offsets[layer]
         arguments = (
-            x.data_ptr(), x.shape[1], weights.to_queries, weights.to_keys, weights.to_values,
-            heads, shape.num_heads, shape.num_key_heads, shape.key_dim, shape.value_dim,
-            shape.num_strips, weights.is_normed, weights.scale, weights.corrects, decays.data_ptr(),
-            decays.shape[1] > heads, betas.data_ptr(), _address(weights.skips),
+            x.data_ptr(),
+            x.shape[1],
+            weights.to_queries,
+            weights.to_keys,
+            weights.to_values,
+            heads,
+            shape.num_heads,
+            shape.num_key_heads,
+            shape.key_dim,
+            shape.value_dim,
+            shape.num_strips,
+            weights.is_normed,
+            weights.scale,
+            weights.corrects,
+            decays.data_ptr(),
+            decays.shape[1] > heads,
+            betas.data_ptr(),
+            _address(weights.skips),
             weights.skips is not None,
-            self._pool.data_ptr(), *work.addresses, *self._sizes(offsets.ctypes.data, MATRIX_BYTES),
+            self._pool.data_ptr(),
+            *work.addresses,
+            *self._sizes(offsets.ctypes.data, MATRIX_BYTES),
             out.data_ptr(),
-        )  # fmt: skip
+        )
         padded = -(-shape.key_dim // WIDTH) * WIDTH
         floats = 5 * padded + shape.strip_bytes // MATRIX_BYTES
         numbers = shape.num_strips * shape.strip_bytes // MATRIX_BYTES
@@ -143,11 +178,22 @@ class CpuStates:
         num_rows, width = x.shape
         out = gates.new_empty(num_rows, width)
         run_over_rows(
-            self._threads, self._library.kernels["gated_norm"], num_rows, width, x.data_ptr(),
-            gates.data_ptr(), gates.stride(0), weights.to_gates, weights.num_norms,
-            width // weights.num_norms, weights.norm.data_ptr(), eps, weights.gates_first,
-            weights.by_sigmoid, out.data_ptr(),
-        )  # fmt: skip
+            self._threads,
+            self._library.kernels["gated_norm"],
+            num_rows,
+            width,
+            x.data_ptr(),
+            gates.data_ptr(),
+            gates.stride(0),
+            weights.to_gates,
+            weights.num_norms,
+            width // weights.num_norms,
+            weights.norm.data_ptr(),
+            eps,
+            weights.gates_first,
+            weights.by_sigmoid,
+            out.data_ptr(),
+        )
         return out
 
     def _sizes(self, offset: int, number_bytes: int) -> tuple[int, int, int, int]:

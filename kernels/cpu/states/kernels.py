@@ -45,9 +45,15 @@ def sigmoid(x: object) -> object:
 
 @kernel
 def copy_part(
-    flat: Floats, blocks: Floats, table: Int32s, offset: int, size: int, part: int, stride: int,
+    flat: Floats,
+    blocks: Floats,
+    table: Int32s,
+    offset: int,
+    size: int,
+    part: int,
+    stride: int,
     is_stored: int,
-) -> None:  # fmt: skip
+) -> None:
     """Copy numbers `offset:offset + size` of a group's parts to `flat`, or back from it."""
     done = 0
     while done < size:
@@ -234,10 +240,28 @@ def advance_states(
                 for i in range(0, size, WIDTH):
                     store(matrix, i, every(ZERO))
             _advance_strip(
-                scratch, padded, queries, keys, values, width, length, num_held, key_dim,
-                value_dim, is_normed, scale, corrects, shift(decays, gates * num_decays), by_key,
-                shift(betas, gates), heads, skip, matrix, strip * STRIP, target,
-            )  # fmt: skip
+                scratch,
+                padded,
+                queries,
+                keys,
+                values,
+                width,
+                length,
+                num_held,
+                key_dim,
+                value_dim,
+                is_normed,
+                scale,
+                corrects,
+                shift(decays, gates * num_decays),
+                by_key,
+                shift(betas, gates),
+                heads,
+                skip,
+                matrix,
+                strip * STRIP,
+                target,
+            )
             if not is_whole:
                 copy_part(flat, blocks, table, offset, size, part, stride_block, 1)
 
@@ -267,11 +291,28 @@ def _multiply(target: Floats, source: Floats, factors: Floats, at: int, count: i
 
 @kernel
 def _advance_strip(
-    scratch: Floats, padded: int, queries: Floats, keys: Floats, values: Floats, width: int,
-    length: int, num_held: int, key_dim: int, value_dim: int, is_normed: int, scale: float,
-    corrects: int, decays: Floats, by_key: int, betas: Floats, heads: int, skip: float,
-    matrix: Floats, column: int, out: Floats,
-) -> None:  # fmt: skip
+    scratch: Floats,
+    padded: int,
+    queries: Floats,
+    keys: Floats,
+    values: Floats,
+    width: int,
+    length: int,
+    num_held: int,
+    key_dim: int,
+    value_dim: int,
+    is_normed: int,
+    scale: float,
+    corrects: int,
+    decays: Floats,
+    by_key: int,
+    betas: Floats,
+    heads: int,
+    skip: float,
+    matrix: Floats,
+    column: int,
+    out: Floats,
+) -> None:
     """Advance 64 columns of a matrix, `[key_dim, 64]`.
 
     One pass over the matrix makes it that of a token, multiplies it by the query, and by the next
@@ -321,8 +362,11 @@ def _advance_strip(
         value_2 = load_first(values, at + two, value_dim - two)
         value_3 = load_first(values, at + three, value_dim - three)
         delta_0, delta_1, delta_2, delta_3 = (
-            value_0 * beta, value_1 * beta, value_2 * beta, value_3 * beta
-        )  # fmt: skip
+            value_0 * beta,
+            value_1 * beta,
+            value_2 * beta,
+            value_3 * beta,
+        )
         if corrects:
             delta_0 = (value_0 - decay * known_0) * beta
             delta_1 = (value_1 - decay * known_1) * beta

@@ -302,10 +302,14 @@ def _text_of_block(place: str, block: Block, *, is_history: bool) -> str:
 
 _encode = msgspec.json.Encoder().encode
 _ERROR_TYPES = {
-    401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
     504: "timeout_error",
-}  # fmt: skip
+}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -313,9 +317,16 @@ class MessageEvents:
     """Give deltas to `take`, then call `ending` or `failed` in a stream, else `whole`."""
 
     __slots__ = (
-        "_blocks", "_events", "_has_begun", "_is_open", "_is_streamed", "_metrics", "_stop",
-        "_texts", "_writer",
-    )  # fmt: skip
+        "_blocks",
+        "_events",
+        "_has_begun",
+        "_is_open",
+        "_is_streamed",
+        "_metrics",
+        "_stop",
+        "_texts",
+        "_writer",
+    )
 
     def __init__(
         self, writer: ResponseWriter, metrics: RequestMetrics, *, is_streamed: bool

@@ -290,9 +290,16 @@ class ChunkTemplate:
     """Makes the chunks of one choice."""
 
     __slots__ = (
-        "_after", "_before", "_end", "_num_chars", "_num_output_tokens", "_num_prompt_tokens",
-        "_prompt_token_ids", "_running_end", "_writer",
-    )  # fmt: skip
+        "_after",
+        "_before",
+        "_end",
+        "_num_chars",
+        "_num_output_tokens",
+        "_num_prompt_tokens",
+        "_prompt_token_ids",
+        "_running_end",
+        "_writer",
+    )
 
     def __init__(self, writer: ResponseWriter, before: bytes, after: bytes, end: bytes) -> None:
         self._writer = writer

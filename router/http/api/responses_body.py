@@ -53,10 +53,13 @@ _LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
 # These are parts of items that no response has.
 _NEVER_THERE = (
-    "code_interpreter_call.outputs", "computer_call_output.output.image_url",
-    "file_search_call.results", "message.input_image.image_url", "web_search_call.action.sources",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
     "web_search_call.results",
-)  # fmt: skip
+)
 # The names that the fields of a chat have here.
 _NAMES = {"response_format": "text.format"}
 

@@ -41,9 +41,16 @@ class ResponseEvents:
     """Give deltas to `take`, then call `ending` or `failed` in a stream, else `whole`."""
 
     __slots__ = (
-        "_events", "_finish_reason", "_is_streamed", "_num_events", "_open", "_output",
-        "_settings", "_unplaced", "_writer",
-    )  # fmt: skip
+        "_events",
+        "_finish_reason",
+        "_is_streamed",
+        "_num_events",
+        "_open",
+        "_output",
+        "_settings",
+        "_unplaced",
+        "_writer",
+    )
 
     def __init__(self, writer: ResponseWriter, settings: bytes, *, is_streamed: bool) -> None:
         """`settings` is the JSON object of the fields that repeat the request."""

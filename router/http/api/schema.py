@@ -202,8 +202,11 @@ class Chat(msgspec.Struct, frozen=True):
 _RULES = ("structured_outputs", "allowed_token_ids", "bad_words", "logit_bias")
 BodyPrompt = str | list[int] | Chat
 _PROMPTS: Mapping[Endpoint, str] = {
-    "completions": "prompt", "chat": "messages", "responses": "input", "messages": "messages",
-}  # fmt: skip
+    "completions": "prompt",
+    "chat": "messages",
+    "responses": "input",
+    "messages": "messages",
+}
 
 
 class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):

@@ -71,10 +71,23 @@ class EventStream:
     """Call `open`, then `relay` or `sink` and `finish`, and `close` however it ended."""
 
     __slots__ = (
-        "_connection", "_events", "_has_ids", "_held", "_is_over", "_loop", "_metrics",
-        "_num_bytes", "_num_choices", "_num_left", "_response", "_silence_s", "_timer",
-        "_unwritten", "_wake", "_written_s",
-    )  # fmt: skip
+        "_connection",
+        "_events",
+        "_has_ids",
+        "_held",
+        "_is_over",
+        "_loop",
+        "_metrics",
+        "_num_bytes",
+        "_num_choices",
+        "_num_left",
+        "_response",
+        "_silence_s",
+        "_timer",
+        "_unwritten",
+        "_wake",
+        "_written_s",
+    )
 
     def __init__(
         self,
@@ -271,9 +284,15 @@ class ChunkEvents:
     """The events of completions and chats, which are chunks, and an end."""
 
     __slots__ = (
-        "_has_ids", "_has_usage", "_ids", "_num_choices", "_num_prompt_tokens", "_prompts",
-        "_templates", "_writer",
-    )  # fmt: skip
+        "_has_ids",
+        "_has_usage",
+        "_ids",
+        "_num_choices",
+        "_num_prompt_tokens",
+        "_prompts",
+        "_templates",
+        "_writer",
+    )
 
     def __init__(
         self,

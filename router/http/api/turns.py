@@ -127,16 +127,29 @@ class ToolUse(msgspec.Struct, frozen=True):
 _ONLY_IN_ANSWERS = ("reasoning", "reasoning_content", "tool_calls", "audio")
 # Those of OpenAI's API, and those that some model's template has.
 ROLES = (
-    "system", "developer", "user", "assistant", "tool", "function", "ipython", "environment",
-    "observation", "document", "documents", "context",
-)  # fmt: skip
+    "system",
+    "developer",
+    "user",
+    "assistant",
+    "tool",
+    "function",
+    "ipython",
+    "environment",
+    "observation",
+    "document",
+    "documents",
+    "context",
+)
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _EMPTY = (b"null", b"[]", b"{}", b"")
 # What stands for a part of the history that cannot be shown; for other types, their own names.
 _PLACEHOLDERS = {
-    "image_url": "image", "input_image": "image", "video_url": "video", "input_audio": "audio",
+    "image_url": "image",
+    "input_image": "image",
+    "video_url": "video",
+    "input_audio": "audio",
     "input_file": "file",
-}  # fmt: skip
+}
 
 
 def unsupported(name: str) -> RequestError:

@@ -88,10 +88,15 @@ class Fault:
 def faults_of(rng: random.Random, kinds: Sequence[str]) -> list[Fault]:
     durations = (0.5, 1.9, 2.1, 2.4, 3.0, 3.5, 4.0, 5.0, 6.1, 7.0)
     return [
-        Fault(rng.choice(kinds), rng.uniform(0.2, 5), rng.randrange(1000), rng.randrange(1000),
-              rng.choice(durations))
+        Fault(
+            rng.choice(kinds),
+            rng.uniform(0.2, 5),
+            rng.randrange(1000),
+            rng.randrange(1000),
+            rng.choice(durations),
+        )
         for _ in range(NUM_FAULTS)
-    ]  # fmt: skip
+    ]
 
 
 def lanes_of(rng: random.Random) -> list[list[Fault]]:

@@ -61,9 +61,24 @@ def played(monkeypatch):
 
 @pytest.mark.usefixtures("played")
 def test_a_search_that_comes_to_a_rate_without_a_plan_keeps_what_it_has(tmp_path, capsys):
-    words = ("search", *URL, *ASKED, *prompts(tmp_path, 25), "--shape", "constant",
-             "--duration-s", "5", "--start-rate", "2", "--warm-up", "0", "--ttft-ms", "500",
-             "--out", str(tmp_path))  # fmt: skip
+    words = (
+        "search",
+        *URL,
+        *ASKED,
+        *prompts(tmp_path, 25),
+        "--shape",
+        "constant",
+        "--duration-s",
+        "5",
+        "--start-rate",
+        "2",
+        "--warm-up",
+        "0",
+        "--ttft-ms",
+        "500",
+        "--out",
+        str(tmp_path),
+    )
     assert cli.main(words) == 1
     report = read_json(tmp_path / "report.json")
     assert [one.rate for one in report.runs] == [2.0, 4.0]

@@ -26,10 +26,18 @@ BOUNDS = Bounds(ttft_ms=150, tpot_ms=60, gap_max_ms=200)
 
 def test_latencies_count_from_the_intended_arrival():
     timing = measure(request(10.0, (0.25, 0.35, 0.65), lag_s=0.05, tail_s=0.15))
-    assert msgspec.structs.asdict(timing) == pytest.approx({
-        "lag_ms": 50, "ttft_ms": 250, "ttft_from_sent_ms": 200, "tpot_ms": 200, "gap_max_ms": 300,
-        "e2e_ms": 800, "ntpot_ms": 800 / 3, "num_tokens": 3,
-    })  # fmt: skip
+    assert msgspec.structs.asdict(timing) == pytest.approx(
+        {
+            "lag_ms": 50,
+            "ttft_ms": 250,
+            "ttft_from_sent_ms": 200,
+            "tpot_ms": 200,
+            "gap_max_ms": 300,
+            "e2e_ms": 800,
+            "ntpot_ms": 800 / 3,
+            "num_tokens": 3,
+        }
+    )
 
 
 def test_a_chunk_of_several_tokens_counts_as_so_many_gaps():

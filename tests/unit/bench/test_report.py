@@ -28,11 +28,21 @@ KEY = "sk-proj-0123456789abcdef"
 def compared() -> Report:
     found = report_of([scene_run("old, round 1"), scene_run("new, round 1")], command="compare")
     found.comparison = [
-        Compared("TTFT p50", "ms", "lower", {"old": 120.0, "new": 77.0},
-                 {"new": Ratio(0.64, 0.61, 0.68, 6)}),
-        Compared("goodput", "requests/s", "higher", {"old": 5.0, "new": 4.0},
-                 {"new": Ratio(0.8, 0.75, 0.85, 5)}),
-    ]  # fmt: skip
+        Compared(
+            "TTFT p50",
+            "ms",
+            "lower",
+            {"old": 120.0, "new": 77.0},
+            {"new": Ratio(0.64, 0.61, 0.68, 6)},
+        ),
+        Compared(
+            "goodput",
+            "requests/s",
+            "higher",
+            {"old": 5.0, "new": 4.0},
+            {"new": Ratio(0.8, 0.75, 0.85, 5)},
+        ),
+    ]
     return found
 
 

@@ -45,9 +45,13 @@ def read(
     if cut:
         reader.cut(cut)
     record = Record(
-        index=0, intended_s=0.0, sent_s=0.0, end_s=9.0, outcome=Outcome.UNREACHABLE,
+        index=0,
+        intended_s=0.0,
+        sent_s=0.0,
+        end_s=9.0,
+        outcome=Outcome.UNREACHABLE,
         forced_tokens=forced,
-    )  # fmt: skip
+    )
     reader.fill(record, num_requested=forced or asked)
     return record
 
@@ -68,22 +72,34 @@ def test_many_cuts_change_no_event(cuts):
         # Token ids say how many tokens a chunk carries.
         ([token("", []), token("a", [1]), token("", [2, 3]), usage(3)], 3, [(2, 1), (3, 2)]),
         # Else each chunk with text is a token.
-        ([token(""), token("a"), token("b"), token("c", end="length")], 3,
-         [(2, 1), (3, 1), (4, 1)]),
+        (
+            [token(""), token("a"), token("b"), token("c", end="length")],
+            3,
+            [(2, 1), (3, 1), (4, 1)],
+        ),
         ([token("a"), token("b"), token("", end="length"), usage(2)], 2, [(1, 1), (2, 1)]),
         ([token("a") + token("b"), token("c")], 3, [(1, 2), (2, 1)]),
         # An event counts when its last byte is there.
         ([token("a")[:9], token("a")[9:-1], token("a")[-1:]], 1, [(3, 1)]),
         # Usage may come with the chunks.
-        ([token("a"), token("b"), token("c", end="length", usage=usage_body(3))], 3,
-         [(1, 1), (2, 1), (3, 1)]),
-        ([token("a", usage=usage_body(0)), token("b", usage=usage_body(0)), usage(2)], 2,
-         [(1, 1), (2, 1)]),
+        (
+            [token("a"), token("b"), token("c", end="length", usage=usage_body(3))],
+            3,
+            [(1, 1), (2, 1), (3, 1)],
+        ),
+        (
+            [token("a", usage=usage_body(0)), token("b", usage=usage_body(0)), usage(2)],
+            2,
+            [(1, 1), (2, 1)],
+        ),
         # Token ids that come after the text do not move its tokens.
-        ([token("a"), token("b"), token("c", [1, 2, 3], end="length"), usage(3)], 3,
-         [(1, 1), (2, 1), (3, 1)]),
+        (
+            [token("a"), token("b"), token("c", [1, 2, 3], end="length"), usage(3)],
+            3,
+            [(1, 1), (2, 1), (3, 1)],
+        ),
     ],
-)  # fmt: skip
+)
 def test_tokens_are_counted_by_what_the_server_says(pieces, num_tokens, found):
     record = read(*pieces, DONE, forced=num_tokens)
     assert (record.outcome, record.detail) == (Outcome.ANSWERED, "")
@@ -128,12 +144,15 @@ THREE = [token("a"), token("b"), token("c")]
         ([*THREE, usage(2)], "wrong_usage", "usage says 2 tokens, 3 chunks"),
         ([usage(3)], "wrong_usage", "usage says 3 tokens, 0 chunks"),
         # A forced length is verified, and one that cannot be is wrong.
-        ([token("a", [1, 2]), token("", [], end="stop"), usage(2)], "wrong_length",
-         "2 tokens instead of 3, finish reason stop"),
+        (
+            [token("a", [1, 2]), token("", [], end="stop"), usage(2)],
+            "wrong_length",
+            "2 tokens instead of 3, finish reason stop",
+        ),
         ([token("a", [1, 2, 3, 4]), usage(4)], "wrong_length", "4 tokens instead of 3"),
         ([token("a b c")], "wrong_length", "by chunks with text"),
     ],
-)  # fmt: skip
+)
 def test_a_contradiction_is_named(pieces, outcome, words):
     record = read(*pieces, DONE, forced=3)
     assert record.outcome == outcome
@@ -239,18 +258,22 @@ def test_an_address_that_is_none_is_refused_without_its_password(url, words):
         # Extensions are asked for by name, and the rest is the user's.
         (
             Target(
-                model="m", api="chat", ignore_eos=False,
+                model="m",
+                api="chat",
+                ignore_eos=False,
                 extra_body='{"temperature": 0.5, "seed": 1}',
             ),
             CHAT,
             {
-                "messages": [{"role": "user", "content": "hi"}], "temperature": 0.5, "seed": 1,
+                "messages": [{"role": "user", "content": "hi"}],
+                "temperature": 0.5,
+                "seed": 1,
                 "return_token_ids": True,
                 "stream_options": {"include_usage": True},
             },
         ),
     ],
-)  # fmt: skip
+)
 def test_the_body_of_a_request(target, planned, body):
     always = {"model": "m", "max_tokens": 5, "temperature": 0, "stream": True}
     assert json.loads(body_of(target, planned)) == always | body

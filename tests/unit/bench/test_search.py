@@ -46,12 +46,17 @@ def test_it_doubles_bisects_rechecks_and_confirms():
 @pytest.mark.parametrize(
     ("curve", "options", "reach", "ending", "said"),
     [
-        (lambda _: 0.5, SearchOptions(min_rate=0.1), math.inf, "never_attained",
-         "not even 0.1/s holds an attainment of 90%"),
+        (
+            lambda _: 0.5,
+            SearchOptions(min_rate=0.1),
+            math.inf,
+            "never_attained",
+            "not even 0.1/s holds an attainment of 90%",
+        ),
         (knee(1000.0), SearchOptions(), 50.0, "client_limit", "this client cannot send"),
         (knee(10.0), SearchOptions(), 0.0, "no_valid_run", "the client cannot measure here"),
     ],
-)  # fmt: skip
+)
 def test_a_search_says_how_it_ended(curve, options, reach, ending, said):
     found = run(curve, options, reach)
     assert found.ending == ending
@@ -69,10 +74,14 @@ def test_a_search_says_how_it_ended(curve, options, reach, ending, said):
         ([(1.0, 1.0, {}), (2.0, 1.0, {"broken": True})], {}, 1.414, "bisect"),
         ([(4.0, 0.0, {})], {"start_rate": 4.0}, 2.0, "down"),
         # A recheck that the client cannot repeat does not go on for ever.
-        ([(1.0, 1.0, {}), (2.0, 0.0, {}), (2.0, 0.0, BAD), (2.0, 0.0, BAD)], {"tolerance": 1},
-         1.0, "confirm"),
+        (
+            [(1.0, 1.0, {}), (2.0, 0.0, {}), (2.0, 0.0, BAD), (2.0, 0.0, BAD)],
+            {"tolerance": 1},
+            1.0,
+            "confirm",
+        ),
     ],
-)  # fmt: skip
+)
 def test_each_run_decides_the_next_one(steps, options, next_rate, purpose):
     search = RateSearch(SearchOptions(**options))
     for rate, attainment, flaws in steps:
@@ -83,9 +92,13 @@ def test_each_run_decides_the_next_one(steps, options, next_rate, purpose):
 
 
 @given(
-    edge=st.floats(0.02, 5000), width=st.floats(0.5, 20), start=st.floats(0.01, 100),
-    tolerance=st.floats(0.01, 0.5), noise=st.floats(0, 0.05), seed=st.integers(0, 999),
-)  # fmt: skip
+    edge=st.floats(0.02, 5000),
+    width=st.floats(0.5, 20),
+    start=st.floats(0.01, 100),
+    tolerance=st.floats(0.01, 0.5),
+    noise=st.floats(0, 0.05),
+    seed=st.integers(0, 999),
+)
 def test_it_converges_on_any_falling_curve_within_its_noise(
     edge, width, start, tolerance, noise, seed
 ):
@@ -106,9 +119,10 @@ def test_it_converges_on_any_falling_curve_within_its_noise(
 
 
 @given(
-    answers=st.lists(st.integers(0, 7), min_size=40, max_size=40), max_probes=st.integers(1, 40),
+    answers=st.lists(st.integers(0, 7), min_size=40, max_size=40),
+    max_probes=st.integers(1, 40),
     confirmations=st.integers(1, 4),
-)  # fmt: skip
+)
 def test_however_a_server_behaves_only_confirmed_rates_are_reported_as_confirmed(
     answers, max_probes, confirmations
 ):

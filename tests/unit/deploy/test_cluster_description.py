@@ -147,7 +147,7 @@ REMOTE = {"routers": [{"host": "10.0.0.1"}], "settings": {"keys": {"insecure": T
         ({"secrets": {"HF_TOKEN": "x"}}, "secrets is a list of names"),
         ({"routers": [{"port": "many"}]}, "routers[0].port: expected a whole number"),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_is_refused_in_one_line_with_file_and_key(changes, key, tmp_path):
     path = written(tmp_path, **changes)
     with pytest.raises(ConfigError) as error:
@@ -200,9 +200,11 @@ def test_slurm_tasks_of_one_host_differ_in_ports_and_gpus(tmp_path):
     assert read.processes == plan.processes
     spec = next(one for one in plan.processes if one.name == "decode-3")
     task = {
-        "OWN_ADDRESS": "10.0.0.2", "SLURMD_NODENAME": "n2", "SLURM_LOCALID": "1",
+        "OWN_ADDRESS": "10.0.0.2",
+        "SLURMD_NODENAME": "n2",
+        "SLURM_LOCALID": "1",
         "CUDA_VISIBLE_DEVICES": "4,5,6,7",
-    }  # fmt: skip
+    }
     own = slurm.placed(spec, tmp_path, "10.0.0.1", task)
     assert own.host == "n2"
     assert f"keys.file={tmp_path}/key" in own.argv

@@ -93,9 +93,10 @@ def test_rows_join_the_deployment_and_the_routers():
     table = cells(rows_of(statuses, [reply]))
     lines = [dict(zip(HEAD, one, strict=True)) for one in table]
     assert [(one["process"], one["host"], one["state"]) for one in lines] == [
-        ("router-0", "10.0.0.1", "ready"), (PREFILL, "10.0.0.2", "ready"),
+        ("router-0", "10.0.0.1", "ready"),
+        (PREFILL, "10.0.0.2", "ready"),
         (DECODE, "10.0.0.3", "ended"),
-    ]  # fmt: skip
+    ]
     assert [one["KV"] for one in lines] == ["", "25 %", "0 %"]
     assert lines[1]["handoffs"] == "2"
 

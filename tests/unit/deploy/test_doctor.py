@@ -37,15 +37,18 @@ SPLIT = PathMeasured(failure=Failure("no_transport", "nothing serves both"))
         (cuda_finding(TORCH, 0, has_gpus=True), "ok", "torch uses 1 GPUs"),
         (
             cuda_finding(ComputeFacts(torch="2.9"), 0, has_gpus=True),
-            "warning", "built without CUDA",
+            "warning",
+            "built without CUDA",
         ),
         (
             cuda_finding(NEW, 1, has_gpus=True),
-            "fault", "the driver supports CUDA up to 12.4, and torch is built for 13.0",
+            "fault",
+            "the driver supports CUDA up to 12.4, and torch is built for 13.0",
         ),
         (
             cuda_finding(msgspec.structs.replace(TORCH, no_gpu="none is left"), 0, has_gpus=True),
-            "fault", "torch can use no GPU: none is left",
+            "fault",
+            "torch can use no GPU: none is left",
         ),
         (start_findings(TORCH)[0], "ok", "can compile"),
         (start_findings(BARE)[0], "fault", "install a C compiler"),
@@ -62,7 +65,7 @@ SPLIT = PathMeasured(failure=Failure("no_transport", "nothing serves both"))
         (path_finding("b reads a", LATE, RDMA), "fault", "no answer: open all TCP ports"),
         (path_finding("b reads a", SPLIT, RDMA), "fault", "install the extra nixl on both hosts"),
     ],
-)  # fmt: skip
+)
 def test_each_finding_is_one_line_that_says_what_to_do(found, level, text):
     assert (found.level, text in found.text) == (level, True), found
     assert "\n" not in found.text

@@ -26,15 +26,20 @@ CONTENT: dict[str, Any] = {
     "pools": {
         "prefill": {"role": "prefill", "gpus": 1, "replicas": 2, "memory_mib": 2048},
         "decode": {
-            "role": "decode", "replicas": 3, "cpus": 2, "peer_port": 6000, "http_port": 9200,
+            "role": "decode",
+            "replicas": 3,
+            "cpus": 2,
+            "peer_port": 6000,
+            "http_port": 9200,
             "env": {"NOTE": HOSTILE, "HF_TOKEN": "s3cret-1", "MINE": "s3cret-2"},
         },
     },
     "secrets": ["MINE"],
     "settings": {
-        "router": {"api_keys": ["s3cret", "other"]}, "model": {"served_model_name": HOSTILE},
+        "router": {"api_keys": ["s3cret", "other"]},
+        "model": {"served_model_name": HOSTILE},
     },
-}  # fmt: skip
+}
 OF_PLATFORM: dict[str, dict[str, Any]] = {
     "kubernetes": {
         "kubernetes": {
@@ -49,11 +54,14 @@ OF_PLATFORM: dict[str, dict[str, Any]] = {
     },
     "slurm": {
         "slurm": {
-            "partition": "gpus", "account": "lab", "time": "2-00", "arguments": ["--qos=high"],
+            "partition": "gpus",
+            "account": "lab",
+            "time": "2-00",
+            "arguments": ["--qos=high"],
         },
     },
     "systemd": {"systemd": {"program": "/opt/baton/bin/baton"}},
-}  # fmt: skip
+}
 # Two routers of one host need ports of their own, and those of Kubernetes must be alike.
 ROUTERS = [{}, {"port": 8001, "control_port": 5571}]
 

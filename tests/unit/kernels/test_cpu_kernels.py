@@ -116,9 +116,15 @@ def test_attention_with_sizes_of_any_kind(kind, size, value):
     shape = dataclasses.replace(RAGGED, **changed)  # type: ignore[arg-type]
     batch = attention_batch(shape, "cpu")
     expected = reference.paged_prefill_attention(
-        batch.q, batch.pool, LAYER, batch.block_tables, batch.query_starts, batch.context_lens,
-        batch.scale, *batch.how,
-    )  # fmt: skip
+        batch.q,
+        batch.pool,
+        LAYER,
+        batch.block_tables,
+        batch.query_starts,
+        batch.context_lens,
+        batch.scale,
+        *batch.how,
+    )
     ours = attended(batch, spans_of(batch), kind)
     if kind is Kind.PAIRS:
         torch.testing.assert_close(ours, expected, rtol=1.6e-2, atol=8e-3)
@@ -155,9 +161,16 @@ def test_chunks_and_single_tokens_get_the_bits_of_the_whole_prompt(
     kind, group, planes, window, softcap
 ):
     shape = AttentionShape(
-        (330,), (330,), num_heads=2 * group, head_dim=64, dtype=kind.dtype, planes=planes,
-        window=window, softcap=softcap, has_sinks=softcap is not None,
-    )  # fmt: skip
+        (330,),
+        (330,),
+        num_heads=2 * group,
+        head_dim=64,
+        dtype=kind.dtype,
+        planes=planes,
+        window=window,
+        softcap=softcap,
+        has_sinks=softcap is not None,
+    )
     batch = attention_batch(shape, "cpu")
     whole = attended(batch, [(0, 330, 0, 0)], kind)
     for size in (1, 2, 3, 31, 64, 100, 329):
@@ -232,9 +245,18 @@ def test_rotation_and_store(dtype, head_dim, has_norms):
         packed.flatten(1), LAYER, positions, slots, table, norms, 1e-5
     )
     expected = reference.rope_and_store(
-        packed[:13, :6], packed[:13, 6:8], packed[:13, 8:], positions[:13], table, theirs, LAYER,
-        slots, q_norm if has_norms else None, k_norm if has_norms else None, 1e-5,
-    )  # fmt: skip
+        packed[:13, :6],
+        packed[:13, 6:8],
+        packed[:13, 8:],
+        positions[:13],
+        table,
+        theirs,
+        LAYER,
+        slots,
+        q_norm if has_norms else None,
+        k_norm if has_norms else None,
+        1e-5,
+    )
     assert_close(got, expected)
     assert_close(ours, theirs)
     assert_equal_bits(ours[:, :, LAYER, 1], theirs[:, :, LAYER, 1])  # values are copied

@@ -14,10 +14,21 @@ from baton.kernels.cpu.library import CpuLibrary, KernelsUnavailable, load_libra
 from tests.support.sources import REPOSITORY
 
 NAMES = {
-    "attend", "rope_and_store", "add_rms_norm", "gate_mul", "sigmoid_mul", "soft_cap", "sample",
-    "convolve", "gate_steps", "advance_states", "gated_norm",
-    "choose_keys", "layer_norm", "gather_rows",
-}  # fmt: skip
+    "attend",
+    "rope_and_store",
+    "add_rms_norm",
+    "gate_mul",
+    "sigmoid_mul",
+    "soft_cap",
+    "sample",
+    "convolve",
+    "gate_steps",
+    "advance_states",
+    "gated_norm",
+    "choose_keys",
+    "layer_norm",
+    "gather_rows",
+}
 
 
 @pytest.fixture
@@ -157,8 +168,11 @@ print(digest.hexdigest(), max(said, default=1))
 def start(**env: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-W", "error", "-c", PROGRAM],
-        cwd=REPOSITORY, env=os.environ | env, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        cwd=REPOSITORY,
+        env=os.environ | env,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
 
 @pytest.mark.release

@@ -78,8 +78,10 @@ def test_ordered_sums_take_as_many_keys_in_both_attentions(tilings):
 def test_each_gpu_has_the_tables_of_its_tensor_cores():
     found = {capability: tilings_for(capability) for capability in CAPABILITIES}
     assert {capability for capability, is_of in found.items() if is_of is WARPGROUPS} == {
-        (9, 0), (10, 0), (10, 3),
-    }  # fmt: skip
+        (9, 0),
+        (10, 0),
+        (10, 3),
+    }
 
 
 def attention(reports: Reports, kernel: str, start: str) -> Reports:

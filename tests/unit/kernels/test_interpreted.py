@@ -13,11 +13,26 @@ from tests.support.sources import written_kernels
 pytestmark = pytest.mark.timeout(300)  # far more than it takes on a machine that others use
 # Together they run every kernel.
 QUICK = (
-    "caps and sinks", "decode fp32 splits", "prefill fp32", "rope fp32 norm", "norm fp32",
-    "silu bf16", "sampling equals", "penalties fp32", "product in parts", "four bits",
-    "fp8", "experts fp32", "sum of experts", "latent fp32", "latent store", "sparse fp32",
-    "blocks bf16", "sums of blocks", "proof of a pool",
-)  # fmt: skip
+    "caps and sinks",
+    "decode fp32 splits",
+    "prefill fp32",
+    "rope fp32 norm",
+    "norm fp32",
+    "silu bf16",
+    "sampling equals",
+    "penalties fp32",
+    "product in parts",
+    "four bits",
+    "fp8",
+    "experts fp32",
+    "sum of experts",
+    "latent fp32",
+    "latent store",
+    "sparse fp32",
+    "blocks bf16",
+    "sums of blocks",
+    "proof of a pool",
+)
 
 
 def test_each_kernel_agrees_with_its_reference():

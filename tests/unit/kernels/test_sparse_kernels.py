@@ -105,9 +105,15 @@ class Case:
         own = sparse_reference.paged_keys(pools[1], LAYER, table[0], len(qkv))
         scores = sparse_reference.index_scores(index_q, weights, own)
         return reference.paged_prefill_attention(
-            q, pools[0], LAYER, table, torch.tensor([0, len(qkv)]), ends, 0.2,
+            q,
+            pools[0],
+            LAYER,
+            table,
+            torch.tensor([0, len(qkv)]),
+            ends,
+            0.2,
             seen=[sparse_reference.chosen_keys(scores, self.num_chosen)],
-        )  # fmt: skip
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

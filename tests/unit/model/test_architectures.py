@@ -47,41 +47,91 @@ def test_a_token_stores_one_row_a_layer_and_other_layouts_never_pair():
 
 # What the folders on the hub say that bears on a pool: V3's, V2-Lite's and Kimi-K2's.
 COMMON: dict[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 7168,
-    "intermediate_size": 18432, "moe_intermediate_size": 2048, "vocab_size": 129280,
-    "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
-    "max_position_embeddings": 163840, "q_lora_rank": 1536, "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256,
-    "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3, "n_group": 8,
-    "topk_group": 4, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5, "moe_layer_freq": 1, "num_nextn_predict_layers": 1,
-    "attention_bias": False, "hidden_act": "silu", "torch_dtype": "bfloat16", "rope_theta": 1e4,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "vocab_size": 129280,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "max_position_embeddings": 163840,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "n_group": 8,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "moe_layer_freq": 1,
+    "num_nextn_predict_layers": 1,
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "rope_theta": 1e4,
     "rope_scaling": {
-        "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0,
-        "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1,
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
     },
     "quantization_config": {
-        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
         "weight_block_size": [128, 128],
     },
-}  # fmt: skip
+}
 V2_LITE: dict[str, Any] = {
-    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 2048,
-    "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16,
-    "q_lora_rank": None, "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6,
-    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "topk_method": "greedy",
-    "scoring_func": "softmax", "norm_topk_prob": False, "routed_scaling_factor": 1.0,
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "hidden_size": 2048,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
     "rope_scaling": COMMON["rope_scaling"] | {"mscale": 0.707, "mscale_all_dim": 0.707},
-}  # fmt: skip
+}
 V32: dict[str, Any] = {
-    "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32",
-    "index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048,
-}  # fmt: skip
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "index_topk": 2048,
+}
 KIMI: dict[str, Any] = {
-    "model_type": "kimi_k2", "num_attention_heads": 64, "num_key_value_heads": 64, "n_group": 1,
-    "topk_group": 1, "n_routed_experts": 384, "first_k_dense_replace": 1, "rope_theta": 5e4,
+    "model_type": "kimi_k2",
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_routed_experts": 384,
+    "first_k_dense_replace": 1,
+    "rope_theta": 5e4,
     "num_nextn_predict_layers": 0,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -148,7 +198,8 @@ def test_layers_that_only_guess_tokens_are_left_out(tmp_path):
         ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func must be sigmoid"),
         ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "dense or sparse for each layer"),
         (
-            "deepseek_v3", {"rope_parameters": DEEPSEEK_YARN | {"rope_type": "linear"}},
+            "deepseek_v3",
+            {"rope_parameters": DEEPSEEK_YARN | {"rope_type": "linear"}},
             "mscale_all_dim is supported with yarn only",
         ),
         (
@@ -176,7 +227,7 @@ def test_layers_that_only_guess_tokens_are_left_out(tmp_path):
         ("qwen3_moe", {"moe_intermediate_size": 64}, r"implies \[64, 64\]"),
         ("qwen3_moe", {"mlp_only_layers": [2]}, r"has no tensor model\.layers\.2\.mlp\.gate_proj"),
     ],
-)  # fmt: skip
+)
 def test_a_folder_that_means_something_else_is_refused(kind, fields, reason, tmp_path):
     folder = changed(tmp_path, kind, **fields)
     with pytest.raises(ConfigError, match=reason), loaded(compute_config(folder)):
@@ -242,9 +293,14 @@ def test_experts_in_mxfp4_have_the_bits_of_their_numbers(tmp_path):
 
 def test_fields_that_config_leaves_out_have_transformers_values(tmp_path):
     absent = (
-        "rms_norm_eps", "rope_parameters", "num_experts_per_tok", "num_local_experts", "head_dim",
-        "sliding_window", "hidden_act",
-    )  # fmt: skip
+        "rms_norm_eps",
+        "rope_parameters",
+        "num_experts_per_tok",
+        "num_local_experts",
+        "head_dim",
+        "sliding_window",
+        "hidden_act",
+    )
     folder = changed(tmp_path, "mixtral", absent)
     assert_close(whole(folder), reference(folder))
 
@@ -258,7 +314,11 @@ def test_ranks_that_cannot_share_an_expert_are_refused():
 @pytest.mark.parametrize("fields", [{}, {"max_window_layers": 1}])
 def test_windows_in_turns_equal_those_of_transformers(fields, tmp_path):
     folder = changed(
-        tmp_path, "qwen2_moe", ("layer_types",), use_sliding_window=True, sliding_window=24,
+        tmp_path,
+        "qwen2_moe",
+        ("layer_types",),
+        use_sliding_window=True,
+        sliding_window=24,
         **fields,
-    )  # fmt: skip
+    )
     assert_close(whole(folder), reference(folder))

@@ -9,18 +9,33 @@ import pytest
 from tests.support.module_process import said_by
 
 STEP_KERNELS = {
-    "_split_kernel", "_combine_kernel", "_prefill_kernel", "_rope_store_kernel",
-    "_add_rms_norm_kernel", "_gate_mul_kernel", "_grouped_product_kernel", "_add_experts_kernel",
-    "_scan_kernel", "_weigh_kernel", "_choose_kernel", "_penalize_kernel",
-}  # fmt: skip
+    "_split_kernel",
+    "_combine_kernel",
+    "_prefill_kernel",
+    "_rope_store_kernel",
+    "_add_rms_norm_kernel",
+    "_gate_mul_kernel",
+    "_grouped_product_kernel",
+    "_add_experts_kernel",
+    "_scan_kernel",
+    "_weigh_kernel",
+    "_choose_kernel",
+    "_penalize_kernel",
+}
 DENSE_KERNELS = {"_split_kernel", "_combine_kernel", "_prefill_kernel", "_rope_store_kernel"}
 LATENT_KERNELS = {
-    "_latent_split_kernel", "_latent_merge_kernel", "_latent_prefill_kernel", "_turn_store_kernel",
-}  # fmt: skip
+    "_latent_split_kernel",
+    "_latent_merge_kernel",
+    "_latent_prefill_kernel",
+    "_turn_store_kernel",
+}
 SPARSE_KERNELS = {
-    "_latent_split_kernel", "_latent_merge_kernel", "_turn_store_kernel", "_index_scores_kernel",
+    "_latent_split_kernel",
+    "_latent_merge_kernel",
+    "_turn_store_kernel",
+    "_index_scores_kernel",
     "_take_best_kernel",
-}  # fmt: skip
+}
 GRAPHS = ("graphs", "latent graphs", "sparse graphs")
 
 pytestmark = pytest.mark.timeout(300)  # far more than it takes on a machine that others use

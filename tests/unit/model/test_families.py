@@ -46,15 +46,23 @@ STATES: dict[str, tuple[str, dict[str, Any]]] = {
     **{
         kind: (kind, {})
         for kind in (
-            "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe",
-            "granitemoehybrid", "lfm2_moe", "kimi_linear",
+            "qwen3_next",
+            "qwen3_5_text",
+            "qwen3_5_moe_text",
+            "qwen3_5",
+            "qwen3_5_moe",
+            "granitemoehybrid",
+            "lfm2_moe",
+            "kimi_linear",
         )
     },
     "lfm2": ("lfm2", {}),
     "lfm2 with other widths": (
         "lfm2",
         {
-            "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False, "conv_L_cache": 5,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": False,
+            "conv_L_cache": 5,
             "layer_types": ("full_attention", "conv", "conv", "full_attention"),
         },
     ),
@@ -66,30 +74,38 @@ STATES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron-h without experts or biases of taps": (
         "nemotron_h",
         {
-            "use_conv_bias": False, "n_groups": 1,
+            "use_conv_bias": False,
+            "n_groups": 1,
             "layers_block_type": ("linear_attention", "mlp", "full_attention", "mlp"),
         },
     ),
     "kimi-linear with latent queries": (
         "kimi_linear",
         {
-            "q_lora_rank": 16, "linear_conv_kernel_dim": 3, "num_shared_experts": 2,
-            "mlp_layer_types": ("sparse", "dense", "sparse", "dense"), "moe_renormalize": False,
+            "q_lora_rank": 16,
+            "linear_conv_kernel_dim": 3,
+            "num_shared_experts": 2,
+            "mlp_layer_types": ("sparse", "dense", "sparse", "dense"),
+            "moe_renormalize": False,
         },
     ),
     "lfm2 with experts": (
-        "lfm2_moe", {"norm_topk_prob": False, "routed_scaling_factor": 1.7, "num_dense_layers": 0},
+        "lfm2_moe",
+        {"norm_topk_prob": False, "routed_scaling_factor": 1.7, "num_dense_layers": 0},
     ),
     "granite 4 with experts": ("granitemoehybrid", {"num_local_experts": 4}),
     "granite 4 that shares keys": ("granitemoehybrid", {"mamba_n_groups": 1}),
     "granite 4 with positions": (
         "granitemoehybrid",
         {
-            "position_embedding_type": "rope", "mamba_conv_bias": False,
-            "tie_word_embeddings": False, "time_step_limit": (0.3, 0.9), "mamba_d_state": 40,
+            "position_embedding_type": "rope",
+            "mamba_conv_bias": False,
+            "tie_word_embeddings": False,
+            "time_step_limit": (0.3, 0.9),
+            "mamba_d_state": 40,
         },
     ),
-}  # fmt: skip
+}
 LAYERS = (
     "gemma2",
     "gemma3_text",
@@ -109,8 +125,12 @@ LLAMA3 = {
 # As in the folders of Qwen 3 and DeepSeek; the second writes all that may be left out.
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 WHOLE_YARN = YARN | {
-    "beta_fast": 16, "beta_slow": 2, "mscale": 0.7, "mscale_all_dim": 1.1, "truncate": False,
-}  # fmt: skip
+    "beta_fast": 16,
+    "beta_slow": 2,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.1,
+    "truncate": False,
+}
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
 TURNS = {"layer_types": ["sliding_attention", "full_attention"]}
 LINEAR_4 = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
@@ -170,7 +190,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "more experts": ("qwen3_moe", {"num_experts": 40, "num_experts_per_tok": 7}),
     "all experts": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 3}),
     "biases and a window": (
-        "qwen3_moe", {"attention_bias": True, "use_sliding_window": True, "sliding_window": 24},
+        "qwen3_moe",
+        {"attention_bias": True, "use_sliding_window": True, "sliding_window": 24},
     ),
     "a window": ("mixtral", {"sliding_window": 24}),
     "stacked qwen3_moe": ("qwen3_moe", {"save_original_format": False}),
@@ -179,7 +200,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "v3 whose queries have no latent row": ("deepseek_v3", {"q_lora_rank": None}),
     "v3 with yarn": ("deepseek_v3", {"rope_parameters": DEEPSEEK_YARN}),
     "v3 with other factors": (
-        "deepseek_v3", {"rope_parameters": DEEPSEEK_YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}},
+        "deepseek_v3",
+        {"rope_parameters": DEEPSEEK_YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}},
     ),
     "v3 in halves": ("deepseek_v3", {"rope_interleave": False}),
     "v3 in one group": ("deepseek_v3", {"n_group": 1, "num_experts_per_tok": 5}),
@@ -192,7 +214,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "v3 with stacked experts": ("deepseek_v3", {"save_original_format": False}),
     "v3 without experts": ("deepseek_v3", {"first_k_dense_replace": 3}),
     "v3 of unequal sizes": (
-        "deepseek_v3", {"kv_lora_rank": 40, "qk_nope_head_dim": 12, "v_head_dim": 20},
+        "deepseek_v3",
+        {"kv_lora_rank": 40, "qk_nope_head_dim": 12, "v_head_dim": 20},
     ),
     "v3.2 with yarn": ("deepseek_v32", {"rope_parameters": DEEPSEEK_YARN}),
     "v3.2 that sees nearly all": ("deepseek_v32", {"index_topk": 149}),
@@ -205,14 +228,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "v2": ("deepseek_v2", {"routed_scaling_factor": 3.0}),
     "v2 lite": (
         "deepseek_v2",
-        {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1,
-         "rope_parameters": DEEPSEEK_YARN},
+        {
+            "q_lora_rank": None,
+            "topk_method": "greedy",
+            "n_group": 1,
+            "rope_parameters": DEEPSEEK_YARN,
+        },
     ),
     "glm": ("glm4_moe_lite", {"num_hidden_layers": 2}),
     "glm-4.5": ("glm4_moe", {"attention_bias": True}),
     "glm-4.5 with norms": ("glm4_moe", {"use_qk_norm": True}),
     "glm-4.5 that rotates three quarters": (
-        "glm4_moe", {"rope_parameters": YARN | {"partial_rotary_factor": 0.75}},
+        "glm4_moe",
+        {"rope_parameters": YARN | {"partial_rotary_factor": 0.75}},
     ),
     "minimax-m2": ("minimax_m2", {"rotary_dim": 8}),
     "stacked minimax-m2": ("minimax_m2", {"save_original_format": False}),
@@ -234,20 +262,25 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "longrope in llama": (
-        "llama", {"head_dim": 16, "extra": json.dumps({"rope_scaling": LONGROPE})},
+        "llama",
+        {"head_dim": 16, "extra": json.dumps({"rope_scaling": LONGROPE})},
     ),
     "v2 of one expert in a group": ("deepseek_v2", {"n_group": 8, "topk_group": 3}),
     "gemma2 with low caps": (
-        "gemma2", {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0},
+        "gemma2",
+        {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0},
     ),
     "gemma2 without caps": (
-        "gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+        "gemma2",
+        {"attn_logit_softcapping": None, "final_logit_softcapping": None},
     ),
     "gemma2 with biases and a head": (
-        "gemma2", {"attention_bias": True, "tie_word_embeddings": False},
+        "gemma2",
+        {"attention_bias": True, "tie_word_embeddings": False},
     ),
     "gemma2 with windows at the end": (
-        "gemma2", {"layer_types": ("full_attention", "full_attention", "sliding_attention")},
+        "gemma2",
+        {"layer_types": ("full_attention", "full_attention", "sliding_attention")},
     ),
     "gemma3 with angles of each kind": (
         "gemma3_text",
@@ -262,19 +295,26 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3 with a window that is too wide": ("gemma3_text", {"sliding_window": 2000}),
     "gemma3 that sees images": ("gemma3", {}),
     "gemma3 that sees images, as transformers names it": (
-        "gemma3", {"save_original_format": False},
+        "gemma3",
+        {"save_original_format": False},
     ),
     "mistral that sees images": ("mistral3", {}),
     "llama 4 that sees images": ("llama4", {}),
     "llama 4 without norms and temperatures": (
-        "llama4_text", {"use_qk_norm": False, "attn_temperature_tuning": False},
+        "llama4_text",
+        {"use_qk_norm": False, "attn_temperature_tuning": False},
     ),
     "llama 4 with layers of all kinds": (
         "llama4_text",
         {
-            "no_rope_layers": (1, 0, 0, 1, 1), "num_experts_per_tok": 2, "moe_layers": (0,),
+            "no_rope_layers": (1, 0, 0, 1, 1),
+            "num_experts_per_tok": 2,
+            "moe_layers": (0,),
             "layer_types": (
-                "full_attention", "chunked_attention", "full_attention", "chunked_attention",
+                "full_attention",
+                "chunked_attention",
+                "full_attention",
+                "chunked_attention",
                 "full_attention",
             ),
         },
@@ -282,8 +322,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma 4 with experts and wide MLPs": (
         "gemma4_text",
         {
-            "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3,
-            "moe_intermediate_size": 32, "use_double_wide_mlp": True,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 32,
+            "use_double_wide_mlp": True,
             "final_logit_softcapping": 3.0,
         },
     ),
@@ -292,24 +335,31 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma 4 of one size of heads": (
         "gemma4_text",
         {
-            "global_head_dim": 16, "attention_k_eq_v": False, "num_kv_shared_layers": 0,
-            "hidden_size_per_layer_input": 0, "attention_bias": True,
+            "global_head_dim": 16,
+            "attention_k_eq_v": False,
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 0,
+            "attention_bias": True,
         },
     ),
     "gemma 4 with one KV head": (
         "gemma4_text",
         {
-            "num_key_value_heads": 1, "attention_k_eq_v": False, "global_head_dim": 48,
-            "num_kv_shared_layers": 4, "use_double_wide_mlp": True,
+            "num_key_value_heads": 1,
+            "attention_k_eq_v": False,
+            "global_head_dim": 48,
+            "num_kv_shared_layers": 4,
+            "use_double_wide_mlp": True,
         },
     ),
     "gemma 4 whose layers see everything": (
-        "gemma4_unified_text", {"layer_types": ("full_attention",) * 7, "num_kv_shared_layers": 3},
+        "gemma4_unified_text",
+        {"layer_types": ("full_attention",) * 7, "num_kv_shared_layers": 3},
     ),
     "gpt-oss with a low limit": ("gpt_oss", {"swiglu_limit": 0.7, "swiglu_alpha": 1.3}),
     "gpt-oss with other angles": ("gpt_oss", {"rope_parameters": YARN}),
     "gpt-oss without biases": ("gpt_oss", {"attention_bias": False}),
-}  # fmt: skip
+}
 
 
 def folder_of(variant: str, tmp_path: Path) -> Path:
@@ -434,17 +484,25 @@ def test_the_number_of_threads_leaves_no_trace(kind, fields, dtype):
 @pytest.mark.parametrize(
     ("variant", "size"),
     [
-        ("qwen3_moe", 2), ("stacked mixtral", 2), ("a dense layer", 2), ("qwen2_moe", 2),
-        ("deepseek_v3", 2), ("v2", 2), ("v3 with stacked experts", 2),
-        ("deepseek_v32", 2), ("glm_moe_dsa", 2),
-        ("qwen3", 2), ("llama with all biases", 2),
+        ("qwen3_moe", 2),
+        ("stacked mixtral", 2),
+        ("a dense layer", 2),
+        ("qwen2_moe", 2),
+        ("deepseek_v3", 2),
+        ("v2", 2),
+        ("v3 with stacked experts", 2),
+        ("deepseek_v32", 2),
+        ("glm_moe_dsa", 2),
+        ("qwen3", 2),
+        ("llama with all biases", 2),
         ("a vocabulary that ranks cannot share", 4),  # nor its KV heads
         *((name, size) for name in LAYERS[:-1] for size in (2, 4)),
-        ("gemma4_text", 2), ("gemma 4 with one KV head", 4),
+        ("gemma4_text", 2),
+        ("gemma 4 with one KV head", 4),
         ("gemma 4 with experts and wide MLPs", 2),
         *(("longrope of three quarters", size) for size in (2, 4)),
     ],
-)  # fmt: skip
+)
 def test_ranks_together_compute_what_one_computes(variant, size, tmp_path):
     kind, _ = VARIANTS[variant]
     config = compute_config(folder_of(variant, tmp_path))

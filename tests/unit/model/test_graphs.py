@@ -223,17 +223,29 @@ def test_steps_with_penalties_are_replayed_and_wait_for_no_token():
 def prompt_of(number: int) -> Slice:
     tokens = tuple(PROMPTS[1 + number % 5])
     return Slice(
-        Key(RequestId(f"s{number}")), 0, len(tokens), tokens, blocks_of(number), (0,),
-        SAMPLINGS[number % 3], len(tokens),
-    )  # fmt: skip
+        Key(RequestId(f"s{number}")),
+        0,
+        len(tokens),
+        tokens,
+        blocks_of(number),
+        (0,),
+        SAMPLINGS[number % 3],
+        len(tokens),
+    )
 
 
 def next_of(number: int, step: int) -> Slice:
     length = len(PROMPTS[1 + number % 5])
     return Slice(
-        Key(RequestId(f"s{number}")), length + step, 1, (), blocks_of(number), (0,),
-        SAMPLINGS[number % 3], length,
-    )  # fmt: skip
+        Key(RequestId(f"s{number}")),
+        length + step,
+        1,
+        (),
+        blocks_of(number),
+        (0,),
+        SAMPLINGS[number % 3],
+        length,
+    )
 
 
 def blocks_of(number: int) -> tuple[int, ...]:

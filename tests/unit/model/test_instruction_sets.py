@@ -41,8 +41,15 @@ def flags() -> set[str]:
 def test_bits_are_equal_on_other_cpus(name):
     libraries = SETS[name][1]
     said_by(
-        "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.support.other_cpu",
-        "-k", CHOSEN if libraries else IN_BF16, *(str(HERE / f) for f in FILES),
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "tests.support.other_cpu",
+        "-k",
+        CHOSEN if libraries else IN_BF16,
+        *(str(HERE / f) for f in FILES),
         env={"TEST_CPU": name, **dict(zip(LIBRARIES, libraries, strict=False))},
         timeout_s=280.0,
-    )  # fmt: skip
+    )

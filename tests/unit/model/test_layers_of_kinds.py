@@ -66,9 +66,12 @@ def test_layers_have_as_much_of_a_block_as_they_store():
 
 def test_the_heads_of_layers_are_read_from_both_kinds_of_fields(tmp_path):
     folder = changed(
-        tmp_path, "gemma4_text", ("per_layer_config",), global_head_dim=32,
+        tmp_path,
+        "gemma4_text",
+        ("per_layer_config",),
+        global_head_dim=32,
         num_global_key_value_heads=2,
-    )  # fmt: skip
+    )
     assert read_decoder_config(folder) == read_decoder_config(foreign_folder("gemma4_text"))
 
 

@@ -26,9 +26,13 @@ from tests.support.compute import no_progress
 
 # Those of a 30M model (QKV, output, gate and up, down, head), and odd ones.
 SHAPES = [
-    (1024, 512), (512, 512), (512, 1536), (192, 640), (343, 171),
+    (1024, 512),
+    (512, 512),
+    (512, 1536),
+    (192, 640),
+    (343, 171),
     *(pytest.param((size, 512), marks=pytest.mark.release) for size in (3072, 8192)),
-]  # fmt: skip
+]
 COUNTS = [1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 20, 31, 33, 36, 64, 65, 100, 129, 300, 512, 513, 600]
 DTYPES = [torch.float32, torch.bfloat16]
 # The dtype of a layer, and whether the compiled kernels compute it.

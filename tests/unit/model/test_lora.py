@@ -372,10 +372,13 @@ def write_expert_adapter(model: Path, version: str = "0.21.2", rank: int = 4) ->
                     weights[f"{block}{number}.{linear}.weight"] = part.contiguous()
     save_file(tensors, adapter / "adapter_model.safetensors")
     config = {
-        "peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": [],
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": 16,
+        "target_modules": [],
         "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
         "peft_version": version,
-    }  # fmt: skip
+    }
     (adapter / "adapter_config.json").write_text(json.dumps(config))
     whole_model = scratch_folder("merged")
     shutil.copytree(model, whole_model, dirs_exist_ok=True)

@@ -25,9 +25,11 @@ LLAMA: dict[str, object] = {
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LONGROPE = {
-    "rope_type": "longrope", "original_max_position_embeddings": 64,
-    "short_factor": [1.0] * 64, "long_factor": [2.0] * 64,
-}  # fmt: skip
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0] * 64,
+    "long_factor": [2.0] * 64,
+}
 LLAMA3_ROPE: dict[str, object] = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -60,69 +62,152 @@ def refusal(folder: Path, **fields: object) -> str:
 # GLM-4.5-Air and MiniMax-M2.
 PUBLISHED: dict[str, dict[str, object]] = {
     "gpt_oss": {
-        "architectures": ["GptOssForCausalLM"], "hidden_size": 2880, "intermediate_size": 2880,
-        "num_hidden_layers": 24, "num_attention_heads": 64, "head_dim": 64, "vocab_size": 201088,
-        "num_local_experts": 32, "num_experts_per_tok": 4, "experts_per_token": 4,
-        "max_position_embeddings": 131072, "initial_context_length": 4096, "sliding_window": 128,
-        "layer_types": ["sliding_attention", "full_attention"] * 12, "rms_norm_eps": 1e-5,
-        "attention_bias": True, "swiglu_limit": 7.0, "rope_theta": 150000, "rope_scaling": {
-            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn",
-            "original_max_position_embeddings": 4096, "truncate": False,
+        "architectures": ["GptOssForCausalLM"],
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "head_dim": 64,
+        "vocab_size": 201088,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "experts_per_token": 4,
+        "max_position_embeddings": 131072,
+        "initial_context_length": 4096,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "rms_norm_eps": 1e-5,
+        "attention_bias": True,
+        "swiglu_limit": 7.0,
+        "rope_theta": 150000,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "rope_type": "yarn",
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
         },
-        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": [
-            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens",
-            "lm_head",
-        ]},
+        "quantization_config": {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
+                "lm_head",
+            ],
+        },
     },
     "gemma3_text": {
-        "architectures": ["Gemma3ForCausalLM"], "hidden_size": 1152, "intermediate_size": 6912,
-        "num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1,
-        "head_dim": 256, "vocab_size": 262144, "max_position_embeddings": 32768,
-        "attn_logit_softcapping": None, "final_logit_softcapping": None, "rope_scaling": None,
-        "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
-        "rope_local_base_freq": 10000, "rope_theta": 1000000, "sliding_window": 512,
-        "sliding_window_pattern": 6, "cache_implementation": "hybrid",
+        "architectures": ["Gemma3ForCausalLM"],
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "vocab_size": 262144,
+        "max_position_embeddings": 32768,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "rope_scaling": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "rope_local_base_freq": 10000,
+        "rope_theta": 1000000,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "cache_implementation": "hybrid",
     },
     "gemma2": {
-        "architectures": ["Gemma2ForCausalLM"], "hidden_size": 2304, "intermediate_size": 9216,
-        "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
-        "head_dim": 256, "vocab_size": 256000, "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0, "hidden_act": "gelu_pytorch_tanh",
-        "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
-        "sliding_window": 4096, "rope_theta": 10000.0, "cache_implementation": "hybrid",
+        "architectures": ["Gemma2ForCausalLM"],
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 256000,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "rope_theta": 10000.0,
+        "cache_implementation": "hybrid",
     },
     "glm4_moe": {
-        "architectures": ["Glm4MoeForCausalLM"], "intermediate_size": 10944, "n_group": 1,
-        "num_hidden_layers": 46, "num_attention_heads": 96, "head_dim": 128, "topk_group": 1,
-        "vocab_size": 151552, "max_position_embeddings": 131072, "attention_bias": True,
-        "moe_intermediate_size": 1408, "n_routed_experts": 128, "n_shared_experts": 1,
-        "num_experts_per_tok": 8, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0,
-        "norm_topk_prob": True, "partial_rotary_factor": 0.5, "rope_theta": 1000000,
-        "use_qk_norm": False, "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-5,
+        "architectures": ["Glm4MoeForCausalLM"],
+        "intermediate_size": 10944,
+        "n_group": 1,
+        "num_hidden_layers": 46,
+        "num_attention_heads": 96,
+        "head_dim": 128,
+        "topk_group": 1,
+        "vocab_size": 151552,
+        "max_position_embeddings": 131072,
+        "attention_bias": True,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.0,
+        "norm_topk_prob": True,
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 1000000,
+        "use_qk_norm": False,
+        "num_nextn_predict_layers": 1,
+        "rms_norm_eps": 1e-5,
     },
     "minimax_m2": {
-        "architectures": ["MiniMaxM2ForCausalLM"], "hidden_size": 3072, "intermediate_size": 1536,
-        "num_hidden_layers": 62, "num_attention_heads": 48, "head_dim": 128, "vocab_size": 200064,
-        "max_position_embeddings": 196608, "rotary_dim": 64, "rope_theta": 5000000,
-        "num_local_experts": 256, "num_experts_per_tok": 8, "scoring_func": "sigmoid",
-        "shared_intermediate_size": 0, "use_qk_norm": True, "qk_norm_type": "per_layer",
+        "architectures": ["MiniMaxM2ForCausalLM"],
+        "hidden_size": 3072,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 62,
+        "num_attention_heads": 48,
+        "head_dim": 128,
+        "vocab_size": 200064,
+        "max_position_embeddings": 196608,
+        "rotary_dim": 64,
+        "rope_theta": 5000000,
+        "num_local_experts": 256,
+        "num_experts_per_tok": 8,
+        "scoring_func": "sigmoid",
+        "shared_intermediate_size": 0,
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
         "quantization_config": {
-            "activation_scheme": "dynamic", "fmt": "float8_e4m3fn", "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "fmt": "float8_e4m3fn",
+            "quant_method": "fp8",
             "weight_block_size": [128, 128],
             "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
         },
     },
     "phi3": {
-        "architectures": ["Phi3ForCausalLM"], "hidden_size": 3072, "intermediate_size": 8192,
-        "num_hidden_layers": 32, "num_attention_heads": 24, "num_key_value_heads": 8,
-        "vocab_size": 200064, "max_position_embeddings": 131072, "attention_bias": False,
-        "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75,
-        "rope_theta": 10000.0, "sliding_window": 262144, "embd_pdrop": 0.0,
+        "architectures": ["Phi3ForCausalLM"],
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "vocab_size": 200064,
+        "max_position_embeddings": 131072,
+        "attention_bias": False,
+        "original_max_position_embeddings": 4096,
+        "partial_rotary_factor": 0.75,
+        "rope_theta": 10000.0,
+        "sliding_window": 262144,
+        "embd_pdrop": 0.0,
         "rope_scaling": {
-            "type": "longrope", "short_factor": [1.0] * 48, "long_factor": [32.0] * 48,
+            "type": "longrope",
+            "short_factor": [1.0] * 48,
+            "long_factor": [32.0] * 48,
         },
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("family", PUBLISHED)
@@ -130,10 +215,15 @@ def test_published_folders_are_read(family, tmp_path):
     config = read(tmp_path, model_type=family, **PUBLISHED[family])
     windows = [config.window_of(layer) for layer in range(config.num_layers)]
     found = (
-        windows[:6], config.attention_scale, config.rope.rotated(config.head_dim),
-        config.rope_of(0).theta, config.rope_of(config.num_layers - 1).theta, config.qkv_bias,
-        config.output_bias, config.max_position_embeddings,
-    )  # fmt: skip
+        windows[:6],
+        config.attention_scale,
+        config.rope.rotated(config.head_dim),
+        config.rope_of(0).theta,
+        config.rope_of(config.num_layers - 1).theta,
+        config.qkv_bias,
+        config.output_bias,
+        config.max_position_embeddings,
+    )
     assert (
         found
         == {
@@ -150,22 +240,30 @@ def test_published_folders_are_read(family, tmp_path):
 def test_of_gemma_3_that_sees_images_the_text_is_read(tmp_path):
     """As the hub's folder of the 4B has it, which leaves out what transformers has by default."""
     text = {
-        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
-        "num_hidden_layers": 34, "sliding_window": 1024,
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "sliding_window": 1024,
         "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-    }  # fmt: skip
+    }
     whole = {
-        "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
-        "eos_token_id": [1, 106], "torch_dtype": "bfloat16", "text_config": text,
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "eos_token_id": [1, 106],
+        "torch_dtype": "bfloat16",
+        "text_config": text,
         "vision_config": {"hidden_size": 1152},
-    }  # fmt: skip
+    }
     (tmp_path / "config.json").write_text(json.dumps(whole))
     config = read_decoder_config(tmp_path)
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (8, 4, 256)
     assert (config.vocab_size, config.max_position_embeddings) == (262208, 131072)
     assert (config.dtype, config.eos_token_ids, config.tie_word_embeddings) == (
-        "bfloat16", (1, 106), True,
-    )  # fmt: skip
+        "bfloat16",
+        (1, 106),
+        True,
+    )
     assert (config.rope, config.local_rope) == (Rope(1e6, "linear", 8.0), Rope(1e4))
     whole["text_config"] = None
     (tmp_path / "config.json").write_text(json.dumps(whole))

@@ -45,9 +45,12 @@ class Library:
         return 0
 
     def cuMemcpyDtoDAsync_v2(  # noqa: N802
-        self, target: ctypes.c_uint64, source: ctypes.c_uint64, num_bytes: ctypes.c_size_t,
+        self,
+        target: ctypes.c_uint64,
+        source: ctypes.c_uint64,
+        num_bytes: ctypes.c_size_t,
         stream: ctypes.c_void_p,
-    ) -> int:  # fmt: skip
+    ) -> int:
         assert stream.value == 77
         if self._fails.get("copy"):
             self._error = self._fails["copy"].encode()

@@ -47,14 +47,18 @@ from tests.support.thread_ranks import on_all, thread_ranks
 
 # As ModelOpt writes it, with groups that name no strategy.
 MODELOPT: dict[str, object] = {
-    "quant_method": "modelopt", "quant_algo": "FP8", "producer": {"name": "modelopt"},
+    "quant_method": "modelopt",
+    "quant_algo": "FP8",
+    "producer": {"name": "modelopt"},
     "ignore": ["lm_head"],
-    "config_groups": {"group_0": {
-        "weights": {"dynamic": False, "num_bits": 8, "type": "float"},
-        "input_activations": {"dynamic": False, "num_bits": 8, "type": "float"},
-        "targets": ["Linear"],
-    }},
-}  # fmt: skip
+    "config_groups": {
+        "group_0": {
+            "weights": {"dynamic": False, "num_bits": 8, "type": "float"},
+            "input_activations": {"dynamic": False, "num_bits": 8, "type": "float"},
+            "targets": ["Linear"],
+        }
+    },
+}
 LAYERS_KV = [(number, one) for number in range(2) for one in "kv"]
 TOKENS = random_tokens(40, vocab=60)
 UP = "model.layers.1.mlp.up_proj"
@@ -207,22 +211,38 @@ def test_scales_of_keys_and_values_are_not_needed(names):
 MODELOPT_FILE = {
     "producer": {"name": "modelopt", "version": "0.29.0"},
     "quantization": {
-        "quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"],
+        "quant_algo": "FP8",
+        "kv_cache_quant_algo": "FP8",
+        "exclude_modules": ["lm_head"],
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
     ("name", "file", "fields"),
     [
         ("fp8 by tensor", "hf_quant_config.json", MODELOPT_FILE),
-        ("awq", "quant_config.json",
-         {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}),
-        ("gptq", "quantize_config.json",
-         {"bits": 4, "group_size": 32, "desc_act": True, "sym": False, "true_sequential": True,
-          "model_file_base_name": "model", "damp_percent": 0.01, "static_groups": False}),
+        (
+            "awq",
+            "quant_config.json",
+            {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"},
+        ),
+        (
+            "gptq",
+            "quantize_config.json",
+            {
+                "bits": 4,
+                "group_size": 32,
+                "desc_act": True,
+                "sym": False,
+                "true_sequential": True,
+                "model_file_base_name": "model",
+                "damp_percent": 0.01,
+                "static_groups": False,
+            },
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_file_of_the_tool_says_how_weights_are_quantized_where_config_json_does_not(
     name, file, fields
 ):

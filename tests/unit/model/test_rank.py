@@ -163,9 +163,13 @@ def test_a_pool_takes_nine_tenths_of_what_the_largest_steps_leave(monkeypatch):
     }.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     probe = stand_in(1, RecordingQueue())
-    monkeypatch.setattr(probe, "execute", lambda plan, execute=probe.execute: ran.append(
-        (sum(part.length for part in plan.slices), len(execute(plan).tokens))
-    ))  # fmt: skip
+    monkeypatch.setattr(
+        probe,
+        "execute",
+        lambda plan, execute=probe.execute: ran.append(
+            (sum(part.length for part in plan.slices), len(execute(plan).tokens))
+        ),
+    )
     steps = (probe, 24, 6, MAX_LEN, CacheConfig())
     assert cuda_start.free_for_pool(*steps) == int(0.9 * (60 - 2 * 2) * gib)
     assert ran == [(24, 1), (6, 6)], "a whole chunk, then as many sequences as a step takes"

@@ -34,9 +34,15 @@ from tests.support.oracle import Oracle, count_ties, prompt
 from tests.support.thread_ranks import on_all, thread_ranks
 
 STATES = (
-    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid", "lfm2", "nemotron_h",
-    "lfm2_moe", "kimi_linear",
-)  # fmt: skip
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "granitemoehybrid",
+    "lfm2",
+    "nemotron_h",
+    "lfm2_moe",
+    "kimi_linear",
+)
 CLOSE = 2e-4  # transformers' own error is about as large
 
 
@@ -216,9 +222,12 @@ def test_blocks_that_are_not_computed_are_refused(fields, text, tmp_path):
 
 def test_nemotron_is_read_by_the_pattern_of_its_first_folders(tmp_path):
     folder = changed(
-        tmp_path, "nemotron_h", ("layers_block_type",), hybrid_override_pattern="ME*M-",
+        tmp_path,
+        "nemotron_h",
+        ("layers_block_type",),
+        hybrid_override_pattern="ME*M-",
         num_hidden_layers=5,
-    )  # fmt: skip
+    )
     config = read_decoder_config(folder)
     assert config == read_decoder_config(foreign_folder("nemotron_h"))
     assert config.blocks == ((0, 1), (2, None), (3, 4))
@@ -231,14 +240,21 @@ def test_experts_of_lfm2_without_biases_are_refused(tmp_path):
 
 def test_kimi_linear_is_read_by_the_names_of_its_first_folders(tmp_path):
     of_layers = {
-        "full_attn_layers": [2], "kda_layers": [1, 3, 4], "head_dim": 24, "num_heads": 4,
+        "full_attn_layers": [2],
+        "kda_layers": [1, 3, 4],
+        "head_dim": 24,
+        "num_heads": 4,
         "short_conv_kernel_size": 4,
-    }  # fmt: skip
+    }
     absent = ("layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads")
     folder = changed(
-        tmp_path, "kimi_linear", absent, linear_attn_config=of_layers, first_k_dense_replace=1,
+        tmp_path,
+        "kimi_linear",
+        absent,
+        linear_attn_config=of_layers,
+        first_k_dense_replace=1,
         moe_router_activation_func="sigmoid",
-    )  # fmt: skip
+    )
     assert read_decoder_config(folder) == read_decoder_config(foreign_folder("kimi_linear"))
     of_layers["kda_layers"] = [1, 3]
     with pytest.raises(ConfigError, match="linear_attn_config must name each layer"):
@@ -247,9 +263,13 @@ def test_kimi_linear_is_read_by_the_names_of_its_first_folders(tmp_path):
 
 def test_lfm2_is_read_by_the_names_of_its_first_folders(tmp_path):
     folder = changed(
-        tmp_path, "lfm2", ("layer_types", "intermediate_size", "tie_word_embeddings"),
-        full_attn_idxs=[1], block_ff_dim=128, tie_embedding=True,
-    )  # fmt: skip
+        tmp_path,
+        "lfm2",
+        ("layer_types", "intermediate_size", "tie_word_embeddings"),
+        full_attn_idxs=[1],
+        block_ff_dim=128,
+        tie_embedding=True,
+    )
     assert read_decoder_config(folder) == read_decoder_config(foreign_folder("lfm2"))
 
 

@@ -116,22 +116,29 @@ def test_a_process_group_sums_alike_and_replays_the_same_collectives_on_every_ra
         children = [
             subprocess.Popen(
                 [sys.executable, "-m", group_rank.__name__, str(rank), "2", str(memory)],
-                cwd=REPOSITORY, pass_fds=(memory,), stdout=subprocess.PIPE, text=True,
+                cwd=REPOSITORY,
+                pass_fds=(memory,),
+                stdout=subprocess.PIPE,
+                text=True,
             )
             for rank in range(2)
-        ]  # fmt: skip
+        ]
         said = [child.communicate(timeout=300)[0] for child in children]
     finally:
         os.close(memory)
     shown = [json.loads(one) for one in said]
     for way in ("any", "ordered"):
-        assert shown[0][way] == shown[1][way] == {
-            "sum": [[10, 12, 14], [16, 18, 20]],
-            "gathered": [[0, 1, 2, 10, 11, 12], [3, 4, 5, 13, 14, 15]],
-            "none": [0, 6],
-            "least": 6,
-            "is_batch_invariant": way == "ordered",
-        }  # fmt: skip
+        assert (
+            shown[0][way]
+            == shown[1][way]
+            == {
+                "sum": [[10, 12, 14], [16, 18, 20]],
+                "gathered": [[0, 1, 2, 10, 11, 12], [3, 4, 5, 13, 14, 15]],
+                "none": [0, 6],
+                "least": 6,
+                "is_batch_invariant": way == "ordered",
+            }
+        )
     assert shown[0]["calls"] == shown[1]["calls"] != []
     tokens, num_replays = group_rank.said()
     assert num_replays == group_rank.NUM_STEPS

@@ -79,9 +79,12 @@ def choices_of(answer: list[object]) -> dict[int, HeldChoice]:
 def tokens_after(drive: Drive, choice: int) -> tuple[int, list[int]]:
     """Where the tokens begin that the new router gets, and what they are."""
     entries = [
-        entry for message in drive.said if isinstance(message, Tokens)
-        for entry in message.entries if isinstance(entry, TokenEntry) and entry.key.choice == choice
-    ]  # fmt: skip
+        entry
+        for message in drive.said
+        if isinstance(message, Tokens)
+        for entry in message.entries
+        if isinstance(entry, TokenEntry) and entry.key.choice == choice
+    ]
     return entries[0].position, [token for entry in entries for token in entry.token_ids]
 
 

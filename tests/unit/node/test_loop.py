@@ -121,10 +121,13 @@ class Bench:
         )
         observer = NodeObserver(Vitals(), NodeId("d0"), LogConfig(stats_s=0.0))
         self.loop = EngineLoop(
-            DecodeScheduler(self.pool, limits), self.executor,
+            DecodeScheduler(self.pool, limits),
+            self.executor,
             NodeConnector(node("d0", "decode"), TransferConfig()),
-            self.wire, observer, lambda: self.now_s,
-        )  # fmt: skip
+            self.wire,
+            observer,
+            lambda: self.now_s,
+        )
 
     def hear(self, *events: LinkEvent) -> None:
         self.wire.coming.extend(events)

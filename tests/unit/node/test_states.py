@@ -116,8 +116,10 @@ def test_decode_goes_on_from_the_state_that_it_receives(num_choices):
 
 
 def test_a_request_whose_state_can_never_fit_is_refused():
-    for drive in (prefill_drive(NUM_BLOCKS + 2, state_blocks=STATE),
-                  decode_drive(NUM_BLOCKS + 4, state_blocks=STATE)):  # fmt: skip
+    for drive in (
+        prefill_drive(NUM_BLOCKS + 2, state_blocks=STATE),
+        decode_drive(NUM_BLOCKS + 4, state_blocks=STATE),
+    ):
         is_prefill = drive.pool.num_blocks == NUM_BLOCKS + 2
         message = prefill("r", PROMPT) if is_prefill else local("r", PROMPT, 8)
         drive.scheduler.add(0.0, 0, message)

@@ -177,9 +177,13 @@ async def test_all_nodes_load_or_none_does():
 async def test_what_cannot_be_loaded_is_refused_by_its_field():
     world = World(1, 2)
     for name, path, param in (
-        ("base", "/a", "lora_name"), ("two words", "/a", "lora_name"), ("a=b", "/a", "lora_name"),
-        ("", "/a", "lora_name"), ("sql", "/a\0", "lora_path"), ("sql", "/no", "lora_path"),
-    ):  # fmt: skip
+        ("base", "/a", "lora_name"),
+        ("two words", "/a", "lora_name"),
+        ("a=b", "/a", "lora_name"),
+        ("", "/a", "lora_name"),
+        ("sql", "/a\0", "lora_path"),
+        ("sql", "/no", "lora_path"),
+    ):
         error = await world.load(0, name, path)
         assert isinstance(error, RequestError)
         assert (error.http_status, error.param) == (400, param)
@@ -312,9 +316,11 @@ def test_an_attempt_goes_only_to_nodes_that_have_its_adapter():
 
 def test_of_two_changes_the_later_one_counts_in_any_order():
     changes = [
-        AdapterEntry("a", 1, "r1", "/a", "0"), AdapterEntry("a", 2, "r1"),
-        AdapterEntry("a", 2, "r2", "/b", "1"), AdapterEntry("b", 1, "r1", "/b", "1"),
-    ]  # fmt: skip
+        AdapterEntry("a", 1, "r1", "/a", "0"),
+        AdapterEntry("a", 2, "r1"),
+        AdapterEntry("a", 2, "r2", "/b", "1"),
+        AdapterEntry("b", 1, "r1", "/b", "1"),
+    ]
     found = set()
     for seed in range(20):
         mine = AdapterList()

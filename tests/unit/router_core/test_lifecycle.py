@@ -341,8 +341,11 @@ def test_the_prompts_log_probabilities_come_once_and_before_any_token():
     drive.says(P, PromptLogprobs(KEY, ROWS[8:]))
     out = drive.says(P, FirstTokens(KEY, 3, (FirstToken(9),), TIMES))
     assert delivered(out) == [
-        DeliverPrompt(ROWS), Deliver(0, [9]), Deliver(0, [8]), Deliver(0, [7])
-    ]  # fmt: skip
+        DeliverPrompt(ROWS),
+        Deliver(0, [9]),
+        Deliver(0, [8]),
+        Deliver(0, [7]),
+    ]
     # A resume asks for no more of them.
     (place,) = of_type(drive.step(NodeLost(D, LOST)), SelectNodes)
     sent = of_type(drive.step(NodesSelected(place.key, P, D, EPOCHS)), Send)
@@ -364,8 +367,9 @@ def test_a_prefill_node_that_dies_with_them_is_replaced_whatever_decode_has_sent
     assert [send.message.sampling.prompt_logprobs for send in sent] == [0]
     drive.says(D, PromptLogprobs(place.key, ROWS))
     assert delivered(drive.says(D, TokenEntry(place.key, 3, [5]))) == [
-        DeliverPrompt(ROWS), Deliver(0, [5])
-    ]  # fmt: skip
+        DeliverPrompt(ROWS),
+        Deliver(0, [5]),
+    ]
 
 
 @pytest.mark.parametrize("node", [P, D])

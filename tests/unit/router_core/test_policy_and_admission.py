@@ -597,8 +597,13 @@ def on_host(name: str, host: str) -> NodeInfo:
     return msgspec.structs.replace(info, reaches=("nixl", f"shm@{host}"))
 
 
-@given(st.lists(st.tuples(st.sampled_from("pd"), st.sampled_from("abc"), st.integers(0, 3)),
-                min_size=2, max_size=12))  # fmt: skip
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("pd"), st.sampled_from("abc"), st.integers(0, 3)),
+        min_size=2,
+        max_size=12,
+    )
+)
 def test_no_pair_of_any_two_hosts_is_cheaper_than_the_chosen_one(nodes):
     names = [f"{role}{number:02}" for number, (role, _, _) in enumerate(nodes)]
     hosts = {name: host for name, (_, host, _) in zip(names, nodes, strict=True)}

@@ -58,8 +58,11 @@ def test_a_node_is_in_service_from_ready_to_the_end_of_its_channel():
     registry.starting(0.5, Starting(peer, info.epoch, "weights", 3, 10))
     (health,) = nodes_health(1.0, registry)
     assert (health.state, health.phase, health.done, health.heartbeat_age_s) == (
-        "starting", "weights", 3, 0.5,
-    )  # fmt: skip
+        "starting",
+        "weights",
+        3,
+        0.5,
+    )
     assert ids(registry, "decode") == []
     registry.ready(1.0, peer, Ready(info))
     assert ids(registry, "decode") == ["d0"]
@@ -105,8 +108,9 @@ def test_the_time_in_which_the_router_hears_no_node_counts_for_none():
     assert registry.tick(20.0, deaf_s=17.0) == []
     (health,) = nodes_health(20.0, registry)
     assert (health.state, health.reason) == (
-        "degraded", "d0 has been silent for 20 s, as this router stood still",
-    )  # fmt: skip
+        "degraded",
+        "d0 has been silent for 20 s, as this router stood still",
+    )
     assert ids(registry, "decode") == ["d0"]
     registry.heartbeat(20.0, heartbeat(info))
     assert nodes_health(20.0, registry)[0].state == "ready"

@@ -66,9 +66,18 @@ def test_an_unknown_name_is_refused():
 def test_positional_arguments_stand_in_vllm_s_order():
     params = SamplingParams(2, 0.0, 0.0, 1.0, 0.7, 0.9, 40, 0.05, 7, "x", [3], True, 20, 5)
     assert params == SamplingParams(
-        n=2, temperature=0.7, top_p=0.9, top_k=40, min_p=0.05, seed=7, stop="x",
-        stop_token_ids=[3], ignore_eos=True, max_tokens=20, min_tokens=5,
-    )  # fmt: skip
+        n=2,
+        temperature=0.7,
+        top_p=0.9,
+        top_k=40,
+        min_p=0.05,
+        seed=7,
+        stop="x",
+        stop_token_ids=[3],
+        ignore_eos=True,
+        max_tokens=20,
+        min_tokens=5,
+    )
 
 
 def test_numbers_of_numpy_become_plain_ones_that_can_travel():

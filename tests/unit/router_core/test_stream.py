@@ -52,8 +52,10 @@ async def test_a_stop_string_is_told_to_the_router_once_and_nothing_follows_it()
     output = await collected(stream)
     (choice,) = output.outputs
     assert (choice.text, choice.finish_reason, choice.stop_reason) == (
-        "hello", "stop", " world",
-    )  # fmt: skip
+        "hello",
+        "stop",
+        " world",
+    )
     assert output.finished
 
 
@@ -77,8 +79,9 @@ def test_snapshots_do_not_change_afterwards():
     before = whole.outputs()
     whole.add(CompletionOutput(1, "b", [2], None, "stop", "b"))
     assert [(o.text, o.token_ids, o.finish_reason) for o in before] == [
-        ("", [], None), ("a", [1], None),
-    ]  # fmt: skip
+        ("", [], None),
+        ("a", [1], None),
+    ]
     assert whole.outputs()[1] == CompletionOutput(1, "ab", [1, 2], None, "stop", "b")
 
 
@@ -86,28 +89,71 @@ P0 = NodeId("p0")
 D0 = NodeId("d0")
 D1 = NodeId("d1")
 WHOLE = AttemptRecord(
-    0, 1, 0, 0.0, placed_at_s=0.5, prefill_node=P0, decode_node=D0, prefilled_at_s=2.0,
-    decoding_at_s=3.0, queue_s=0.25, prefill_s=1.0, transfer_s=0.75, exposed_s=0.25,
-    decode_queue_s=0.125, first_step_s=0.25,
-)  # fmt: skip
+    0,
+    1,
+    0,
+    0.0,
+    placed_at_s=0.5,
+    prefill_node=P0,
+    decode_node=D0,
+    prefilled_at_s=2.0,
+    decoding_at_s=3.0,
+    queue_s=0.25,
+    prefill_s=1.0,
+    transfer_s=0.75,
+    exposed_s=0.25,
+    decode_queue_s=0.125,
+    first_step_s=0.25,
+)
 LOST = AttemptRecord(
-    0, 2, 0, 0.0, placed_at_s=0.5, prefill_node=P0, decode_node=D0, prefilled_at_s=1.0,
-    prefill_s=0.5, decoding_at_s=1.5, first_step_s=0.25, lost_at_s=2.0, failure="node_lost",
-)  # fmt: skip
+    0,
+    2,
+    0,
+    0.0,
+    placed_at_s=0.5,
+    prefill_node=P0,
+    decode_node=D0,
+    prefilled_at_s=1.0,
+    prefill_s=0.5,
+    decoding_at_s=1.5,
+    first_step_s=0.25,
+    lost_at_s=2.0,
+    failure="node_lost",
+)
 RESUMED = AttemptRecord(
     1, 1, 1, 2.5, placed_at_s=2.75, decode_node=D1, decoding_at_s=3.5, prefill_s=0.5
 )
 OTHER = AttemptRecord(0, 1, 1, 2.25, placed_at_s=2.25, decode_node=D1, decoding_at_s=3.0)
 # The router read the message of the decode node before that of the prefill node.
 SWAPPED = AttemptRecord(
-    0, 1, 0, 0.0, placed_at_s=0.5, prefill_node=P0, decode_node=D0, prefilled_at_s=2.0,
-    decoding_at_s=2.0, prefill_s=1.0, first_step_s=0.25,
-)  # fmt: skip
+    0,
+    1,
+    0,
+    0.0,
+    placed_at_s=0.5,
+    prefill_node=P0,
+    decode_node=D0,
+    prefilled_at_s=2.0,
+    decoding_at_s=2.0,
+    prefill_s=1.0,
+    first_step_s=0.25,
+)
 # A clock of a node that runs fast: its stages do not fit between the router's times.
 TOO_LONG = AttemptRecord(
-    0, 1, 0, 0.0, placed_at_s=0.5, prefill_node=P0, decode_node=D0, prefilled_at_s=1.0,
-    decoding_at_s=1.25, queue_s=9.0, prefill_s=9.0, exposed_s=9.0, first_step_s=9.0,
-)  # fmt: skip
+    0,
+    1,
+    0,
+    0.0,
+    placed_at_s=0.5,
+    prefill_node=P0,
+    decode_node=D0,
+    prefilled_at_s=1.0,
+    decoding_at_s=1.25,
+    queue_s=9.0,
+    prefill_s=9.0,
+    exposed_s=9.0,
+    first_step_s=9.0,
+)
 
 
 @pytest.mark.parametrize(

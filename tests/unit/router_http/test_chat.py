@@ -187,12 +187,19 @@ def test_what_a_template_changes_or_leaves_out_on_purpose_is_no_loss():
 
 CALLED: list[dict[str, object]] = [
     *TURNS,
-    {"role": "assistant", "content": "", "tool_calls": [
-        {"id": "call_0123456789", "type": "function",
-         "function": {"name": "add", "arguments": {"a": 1}}},
-    ]},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {
+                "id": "call_0123456789",
+                "type": "function",
+                "function": {"name": "add", "arguments": {"a": 1}},
+            },
+        ],
+    },
     {"role": "tool", "tool_call_id": "call_0123456789", "content": "2"},
-]  # fmt: skip
+]
 OF_CALLS = (
     "{%% for m in messages %%}{%% for c in m.tool_calls or [] %%}%s{%% endfor %%}"
     "{{ m.content or '' }}{%% endfor %%}"
@@ -203,15 +210,23 @@ OF_CALLS = (
     ("source", "prompt"),
     [
         (OF_CALLS % "{{ c.function.name + c.function.arguments }}", 'hello <&>add{"a": 1}2'),
-        (OF_CALLS % "{{ c.function.name }}{{ c.function.arguments | tojson }}",
-         'hello <&>add{"a": 1}2'),
+        (
+            OF_CALLS % "{{ c.function.name }}{{ c.function.arguments | tojson }}",
+            'hello <&>add{"a": 1}2',
+        ),
         (OF_CALLS % "{{ c.function.name }}{{ c.function.arguments }}", 'hello <&>add{"a": 1}2'),
-        ("{% for m in messages %}{% if m.content is none %}{{ m.tool_calls[0].function.name }}"
-         "{% else %}{{ m.content }}{% endif %}{% endfor %}", "hello <&>add2"),
-        (OF_CALLS % "{{ c.function.name }}{% if c.id | length != 9 %}{{ raise_exception('9') }}"
-         "{% endif %}", "hello <&>add2"),
+        (
+            "{% for m in messages %}{% if m.content is none %}{{ m.tool_calls[0].function.name }}"
+            "{% else %}{{ m.content }}{% endif %}{% endfor %}",
+            "hello <&>add2",
+        ),
+        (
+            OF_CALLS % "{{ c.function.name }}{% if c.id | length != 9 %}{{ raise_exception('9') }}"
+            "{% endif %}",
+            "hello <&>add2",
+        ),
     ],
-)  # fmt: skip
+)
 def test_calls_of_earlier_turns_have_the_form_that_the_template_reads(source, prompt):
     assert shown(ChatTemplate(source, {}), CALLED) == prompt
 

@@ -53,10 +53,16 @@ async def test_harmless_fields_of_newer_clients_change_nothing(bench):
     parts = [{"type": "input_text", "text": "a"}, {"type": "refusal", "refusal": "b"}]
     turn = {"role": "user", "content": parts, "id": "1", "cache_control": {"type": "ephemeral"}}
     fields = {
-        "reasoning_effort": "low", "modalities": ["text"], "verbosity": "low", "session_id": "s",
-        "prediction": {"type": "content", "content": "x"}, "prompt_cache_retention": "24h",
-        "request_id": "r", "stream_interval": 4, "include_reasoning": True,
-    }  # fmt: skip
+        "reasoning_effort": "low",
+        "modalities": ["text"],
+        "verbosity": "low",
+        "session_id": "s",
+        "prediction": {"type": "content", "content": "x"},
+        "prompt_cache_retention": "24h",
+        "request_id": "r",
+        "stream_interval": 4,
+        "include_reasoning": True,
+    }
     body = {"messages": [{**turn, "prefix": True}], **fields}
     reply = await bench.post(body, "/v1/chat/completions")
     assert reply.status == 200

@@ -38,9 +38,14 @@ BODIES = (completion, chat, response, message)
 @pytest.mark.parametrize("body", BODIES)
 def test_unknown_fields_that_change_nothing_are_ignored_by_name(body):
     fields = {
-        "client_metadata": {"a": [1]}, "thread": {"type": "create"}, "mcp_servers": [],
-        "documents": None, "rid": "7", "id": "x", "betas": ["b"],
-    }  # fmt: skip
+        "client_metadata": {"a": [1]},
+        "thread": {"type": "create"},
+        "mcp_servers": [],
+        "documents": None,
+        "rid": "7",
+        "id": "x",
+        "betas": ["b"],
+    }
     with_them = body(**fields)
     assert set(with_them.ignored) == fields.keys() - {"documents"}
     assert (with_them.params, with_them.prompts) == (body().params, body().prompts)
@@ -49,9 +54,14 @@ def test_unknown_fields_that_change_nothing_are_ignored_by_name(body):
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize(
     "fields",
-    [{"mcp_servers": [{"name": "a"}]}, {"min_p_": 1, "documents": ["a"]}, {"ebnf": "root"},
-     {"top_a": 0}, {"extra_body": {"seed": 1}}],
-)  # fmt: skip
+    [
+        {"mcp_servers": [{"name": "a"}]},
+        {"min_p_": 1, "documents": ["a"]},
+        {"ebnf": "root"},
+        {"top_a": 0},
+        {"extra_body": {"seed": 1}},
+    ],
+)
 def test_an_unknown_field_that_would_change_the_output_is_refused_by_name(body, fields):
     with pytest.raises(RequestError) as caught:
         body(**fields)
@@ -170,8 +180,9 @@ def test_a_byte_order_mark_is_skipped():
 async def test_ignored_fields_are_counted_by_name(bench: HttpBench):
     body: dict[str, object] = {"messages": TURNS, "max_tokens": 5, "speed": "fast"}
     for path, more in (
-        ("/v1/messages", {}), ("/v1/messages/count_tokens", {"messages": [{**TURNS[0], "id": 1}]}),
-    ):  # fmt: skip
+        ("/v1/messages", {}),
+        ("/v1/messages/count_tokens", {"messages": [{**TURNS[0], "id": 1}]}),
+    ):
         count = {name: value for name, value in {**body, **more}.items() if name != "max_tokens"}
         sent = body if path == "/v1/messages" else count
         assert (await bench.post(sent, path)).status == 200

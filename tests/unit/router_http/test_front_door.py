@@ -336,8 +336,10 @@ def test_a_key_is_added_without_touching_the_others_and_is_stored_nowhere(path):
     assert " alice\n" in path.read_text()
     keys = read_keys(path)
     assert [digest_of(key.encode()) in keys for key in (first, second, "other")] == [
-        True, True, False,
-    ]  # fmt: skip
+        True,
+        True,
+        False,
+    ]
 
 
 def test_a_line_of_the_file_may_give_its_key_another_weight(path):

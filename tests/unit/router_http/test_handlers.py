@@ -182,10 +182,20 @@ async def test_a_limit_that_was_cut_is_said_in_usage_and_header(bench):
 @served(script=hello)
 async def test_sampling_fields_reach_the_engine_and_null_is_the_default(bench, engine):
     given = {
-        "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": -3, "n": 2,
-        "max_tokens": 9, "min_tokens": 2, "stop": ["x"], "stop_token_ids": [4],
-        "ignore_eos": True, "skip_special_tokens": False, "include_stop_str_in_output": True,
-    }  # fmt: skip
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "seed": -3,
+        "n": 2,
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "stop": ["x"],
+        "stop_token_ids": [4],
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+        "include_stop_str_in_output": True,
+    }
     assert (await bench.post({"prompt": [5], "cache_salt": "mine", **given})).status == 200
     assert engine.caller.scope == Scope(cache_salt="mine")
     params = engine.streams[0].params

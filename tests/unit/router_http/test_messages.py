@@ -16,9 +16,13 @@ COUNT_PATH = "/v1/messages/count_tokens"
 TOOL: dict[str, object] = {"name": "add", "input_schema": {"type": "object"}}
 SAYS = [{"role": "user", "content": "hello"}]
 BODY: dict[str, object] = {
-    "model": "tiny", "max_tokens": 90, "messages": SAYS, "tools": [TOOL],
-    "thinking": {"type": "enabled", "budget_tokens": 1024}, "metadata": {"user_id": "a"},
-}  # fmt: skip
+    "model": "tiny",
+    "max_tokens": 90,
+    "messages": SAYS,
+    "tools": [TOOL],
+    "thinking": {"type": "enabled", "budget_tokens": 1024},
+    "metadata": {"user_id": "a"},
+}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 SAID = f"<think>hello</think> the end. {CALL}"
 
@@ -46,9 +50,11 @@ async def test_blocks_have_the_order_of_the_text_whole_and_streamed(bench):
         await bench.post({name: BODY[name] for name in ("messages", "tools")}, COUNT_PATH)
     ).json
     assert whole["usage"] == {
-        "input_tokens": count["input_tokens"], "output_tokens": len(TEXT.encode_now(SAID)),
-        "cache_read_input_tokens": 0, "cache_creation_input_tokens": 0,
-    }  # fmt: skip
+        "input_tokens": count["input_tokens"],
+        "output_tokens": len(TEXT.encode_now(SAID)),
+        "cache_read_input_tokens": 0,
+        "cache_creation_input_tokens": 0,
+    }
 
     start, *events, delta, stop = await events_of(bench, BODY)
     assert (start["type"], start["message"]["content"]) == ("message_start", [])
@@ -145,8 +151,12 @@ def test_turns_become_those_of_a_chat():
         {"type": "text", "text": "I add.", "citations": None},
         {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1}},
     ]
-    result = {"type": "tool_result", "tool_use_id": "t1", "is_error": False,
-              "content": [{"type": "text", "text": "2"}]}  # fmt: skip
+    result = {
+        "type": "tool_result",
+        "tool_use_id": "t1",
+        "is_error": False,
+        "content": [{"type": "text", "text": "2"}],
+    }
     body = BODY | {
         "system": [{"type": "text", "text": "Be short.", "cache_control": {"type": "ephemeral"}}],
         "messages": [
@@ -163,11 +173,16 @@ def test_turns_become_those_of_a_chat():
     assert chat.messages == [
         {"role": "system", "content": "Be short."},
         {"role": "user", "content": "hello"},
-        {"role": "assistant", "content": "I add.", "reasoning": "hm", "reasoning_content": "hm",
-         "tool_calls": [call]},
+        {
+            "role": "assistant",
+            "content": "I add.",
+            "reasoning": "hm",
+            "reasoning_content": "hm",
+            "tool_calls": [call],
+        },
         {"role": "tool", "content": "2", "tool_call_id": "t1"},
         {"role": "user", "content": "And now?"},
-    ]  # fmt: skip
+    ]
     assert chat.options == {"enable_thinking": True, "thinking": True}
     assert ask.tools is not None
     assert (ask.tools.is_required, ask.tools.parallel_tool_calls) == (True, False)
@@ -208,7 +223,7 @@ def test_blocks_of_the_history_that_cannot_be_shown_become_placeholders():
         ({"tools": [TOOL | {"input_schema": {"type": "array"}}]}, "tools[0].input_schema"),
         ({"output_config": {"format": {"type": "text"}}}, "output_config.format.type"),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_there_is_refused_by_name(change, param):
     with pytest.raises(RequestError) as caught:
         parse_message(json.dumps(BODY | change).encode(), {})

@@ -13,10 +13,21 @@ from baton.runtime.metrics import NODE_FAMILIES, LostNode, NodeHealth
 
 MODEL = ServedModel("tiny", "/tiny", "m", "l", 256, 400, 16, dtype="bfloat16")
 D0 = NodeHealth(
-    NodeId("d0"), "decode", "ready", "ready", 0, 0, Load(2, 1, 3, 4, 2, 1), 0.5, 0.0, 0, 0,
+    NodeId("d0"),
+    "decode",
+    "ready",
+    "ready",
+    0,
+    0,
+    Load(2, 1, 3, 4, 2, 1),
+    0.5,
+    0.0,
+    0,
+    0,
     totals=Totals(prefix_queried_tokens=10, prefix_hit_tokens=4, preemptions=2, leases_expired=1),
-    dtype="bfloat16", features=("prefix_caching",),
-)  # fmt: skip
+    dtype="bfloat16",
+    features=("prefix_caching",),
+)
 
 
 def samples(page: bytes) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -76,9 +87,14 @@ def test_nodes_show_their_load_and_a_lost_one_stays_visible_as_zero():
     waits = {"prefill": 0, "decode": 7}
     busy = {NodeId("d0"): 1.2}
     health = Health(
-        "ready", (D0,), 3, 1, lost=(LostNode(NodeId("p0"), "prefill", 9.0),),
-        num_waiting_for=waits, busy=busy,
-    )  # fmt: skip
+        "ready",
+        (D0,),
+        3,
+        1,
+        lost=(LostNode(NodeId("p0"), "prefill", 9.0),),
+        num_waiting_for=waits,
+        busy=busy,
+    )
     d0 = {"node": "d0", "role": "decode"}
     p0 = {"node": "p0", "role": "prefill"}
     assert value(metrics, health, "baton_nodes", role="decode", state="ready") == 1
@@ -97,9 +113,12 @@ def test_nodes_show_their_load_and_a_lost_one_stays_visible_as_zero():
     assert value(metrics, health, "baton_num_preemptions_total", **d0) == 2
     assert value(metrics, health, "baton_node_leases_expired_total", **d0) == 1
     build = {
-        "version": "1.2", "dtype": "bfloat16", "block_size": "16", "max_model_len": "256",
+        "version": "1.2",
+        "dtype": "bfloat16",
+        "block_size": "16",
+        "max_model_len": "256",
         "features": "prefix_caching",
-    }  # fmt: skip
+    }
     assert value(metrics, health, "baton_build_info", **build) == 1
     assert ("baton_node_free_blocks", frozenset({"model_name": "tiny", **p0}.items())) not in (
         samples(metrics.render(health, MODEL))
@@ -109,9 +128,15 @@ def test_nodes_show_their_load_and_a_lost_one_stays_visible_as_zero():
 def test_a_request_is_seen_in_every_family_of_times_and_lengths():
     metrics = HttpMetrics("tiny")
     request = RequestMetrics(
-        router_queue_s=0.25, queue_s=0.25, prefill_s=0.5, time_to_first_token_s=1.0, e2e_s=3.0,
-        num_prompt_tokens=30, num_output_tokens=101, finish_reasons=["stop"],
-    )  # fmt: skip
+        router_queue_s=0.25,
+        queue_s=0.25,
+        prefill_s=0.5,
+        time_to_first_token_s=1.0,
+        e2e_s=3.0,
+        num_prompt_tokens=30,
+        num_output_tokens=101,
+        finish_reasons=["stop"],
+    )
     metrics.ended(request, "finished", 1)
     health = Health("ready", (), 0, 0)
     sums = {

@@ -81,10 +81,20 @@ def told(
 def test_a_request_that_failed_has_one_line_with_its_id_nodes_and_stages(caplog):
     ((text, fields),) = told(caplog, lost)
     assert text == "request failed"
-    assert fields.items() >= {
-        "status": 502, "code": "node_lost", "reason": "d0 is lost", "prefill": "p0",
-        "decode": "d0", "prompt_tokens": 2, "output_tokens": 1, "attempts": 1, "prefill_s": 0.25,
-    }.items()  # fmt: skip
+    assert (
+        fields.items()
+        >= {
+            "status": 502,
+            "code": "node_lost",
+            "reason": "d0 is lost",
+            "prefill": "p0",
+            "decode": "d0",
+            "prompt_tokens": 2,
+            "output_tokens": 1,
+            "attempts": 1,
+            "prefill_s": 0.25,
+        }.items()
+    )
 
 
 def test_a_request_that_was_resumed_has_one_line_that_says_why(caplog):
@@ -97,11 +107,20 @@ def test_a_request_that_went_well_has_a_line_in_the_access_log_alone(caplog):
     assert told(caplog, well) == []
     ((text, fields),) = told(caplog, well, access=True)
     assert text == "access"
-    assert fields.items() >= {
-        "method": "POST", "path": "/v1/completions", "status": 200, "client": "127.0.0.1",
-        "prefill": "p0", "decode": "d0", "prompt_tokens": 2, "output_tokens": 1,
-        "prefill_s": 0.25,
-    }.items()  # fmt: skip
+    assert (
+        fields.items()
+        >= {
+            "method": "POST",
+            "path": "/v1/completions",
+            "status": 200,
+            "client": "127.0.0.1",
+            "prefill": "p0",
+            "decode": "d0",
+            "prompt_tokens": 2,
+            "output_tokens": 1,
+            "prefill_s": 0.25,
+        }.items()
+    )
 
 
 def test_a_slow_request_has_a_line_with_its_stages_without_the_access_log(caplog):

@@ -126,40 +126,67 @@ HARMONY = (
         ("llama3_json", f"[{LLAMA}]", [call()]),
         ("mistral", f"[TOOL_CALLS][{WEATHER}, {WEATHER}]", [call(), call(1)]),
         ("mistral", f"Yes. [TOOL_CALLS] [{WEATHER}]", ["Yes.", call()]),
-        ("mistral", '[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]now[CALL_ID]x1[ARGS]{"a": 1}',
-         [call(0, "now", "{}"), call(1, "now", '{"a": 1}')]),
+        (
+            "mistral",
+            '[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]now[CALL_ID]x1[ARGS]{"a": 1}',
+            [call(0, "now", "{}"), call(1, "now", '{"a": 1}')],
+        ),
         ("qwen3_coder", f"So.\n{QWEN_CODER}", ["So.", call()]),
         ("qwen3_coder", f"{QWEN_CODER}\n{QWEN_CODER}", [call(), call(1)]),
         ("qwen3_coder", "<tool_call><function=now></function></tool_call>", [call(0, "now", "{}")]),
         ("glm45", GLM, [call()]),
-        ("glm45", GLM.replace("\n", "") + "<tool_call>now</tool_call>",
-         [call(), call(1, "now", "{}")]),
+        (
+            "glm45",
+            GLM.replace("\n", "") + "<tool_call>now</tool_call>",
+            [call(), call(1, "now", "{}")],
+        ),
         ("minimax_m2", MINIMAX.format(more=""), [call()]),
-        ("minimax_m2", MINIMAX.format(more='<invoke name="now">\n</invoke>\n'),
-         [call(), call(1, "now", "{}")]),
+        (
+            "minimax_m2",
+            MINIMAX.format(more='<invoke name="now">\n</invoke>\n'),
+            [call(), call(1, "now", "{}")],
+        ),
         ("deepseek_v32", DSML, [call()]),
         ("deepseek_v3", f"<｜tool▁calls▁begin｜>{V3}\n{V3}<｜tool▁calls▁end｜>", [call(), call(1)]),
-        ("deepseek_v31", f"Ok.<｜tool▁calls▁begin｜>{V31}{V31}<｜tool▁calls▁end｜>",
-         ["Ok.", call(), call(1)]),
-        ("kimi_k2", "<|tool_calls_section_begin|>" + KIMI.format(index=0) + KIMI.format(index=1)
-         + "<|tool_calls_section_end|>", [call(), call(1)]),
+        (
+            "deepseek_v31",
+            f"Ok.<｜tool▁calls▁begin｜>{V31}{V31}<｜tool▁calls▁end｜>",
+            ["Ok.", call(), call(1)],
+        ),
+        (
+            "kimi_k2",
+            "<|tool_calls_section_begin|>"
+            + KIMI.format(index=0)
+            + KIMI.format(index=1)
+            + "<|tool_calls_section_end|>",
+            [call(), call(1)],
+        ),
         ("phi4_mini_json", f"<|tool_call|>[{WEATHER}]<|/tool_call|>", [call()]),
         ("granite", f"<|tool_call|>[{WEATHER}, {WEATHER}]", [call(), call(1)]),
         ("nemotron_json", f"<TOOLCALL>[{WEATHER}]</TOOLCALL>", [call()]),
-        ("cohere_command", f'<|START_ACTION|>[{{"tool_call_id": "0", {COHERE[1:]}]<|END_ACTION|>',
-         [call()]),
+        (
+            "cohere_command",
+            f'<|START_ACTION|>[{{"tool_call_id": "0", {COHERE[1:]}]<|END_ACTION|>',
+            [call()],
+        ),
         ("command_r", f"Action: ```json\n[{COHERE}]\n```", [call()]),
         ("jamba", f"<tool_calls>[{WEATHER}]</tool_calls>", [call()]),
         ("pythonic", f"[{PYTHON}, now()]", [call(), call(1, "now", "{}")]),
         ("pythonic", f"<|python_start|>[{PYTHON}]<|python_end|>", [call()]),
-        ("openai", f"<|channel|>analysis<|message|>Hm<|end|><|start|>assistant{HARMONY}",
-         [Reasoning("Hm"), call()]),
+        (
+            "openai",
+            f"<|channel|>analysis<|message|>Hm<|end|><|start|>assistant{HARMONY}",
+            [Reasoning("Hm"), call()],
+        ),
         ("openai", "<|channel|>final<|message|>So < 3.<|return|>", ["So < 3."]),
-        ("openai", "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final"
-         "<|message|>b", [Reasoning("a"), "b"]),
+        (
+            "openai",
+            "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b",
+            [Reasoning("a"), "b"],
+        ),
         ("openai", "plain", ["plain"]),
     ],
-)  # fmt: skip
+)
 def test_calls_of_every_format_are_found(tools, text, parts):
     assert in_every_way(text, tools) == parts
 
@@ -175,47 +202,79 @@ def test_a_call_streams_its_name_first_and_then_its_arguments():
     pieces = ['<tool_call>{"name": "we', 'ather", "argu', 'ments": {"ci', 'ty": "Ö', 'slo"}', "}"]
     found = [parser.push(piece) for piece in pieces]
     assert found == [
-        [], [], [call(0, "weather", ""), call(0, "", '{"ci')], [call(0, "", 'ty": "Ö')],
-        [call(0, "", 'slo"}')], [],
-    ]  # fmt: skip
+        [],
+        [],
+        [call(0, "weather", ""), call(0, "", '{"ci')],
+        [call(0, "", 'ty": "Ö')],
+        [call(0, "", 'slo"}')],
+        [],
+    ]
 
 
 @pytest.mark.parametrize(
     ("tools", "text", "arguments"),
     [
         # Text that looks like the end of a call is part of an argument.
-        ("hermes", '<tool_call>{"name": "edit", "arguments": {"t": "a</tool_call>b"}}</tool_call>',
-         {"t": "a</tool_call>b"}),
-        ("mistral", '[TOOL_CALLS][{"name": "edit", "arguments": {"t": "[TOOL_CALLS]\\"]"}}]',
-         {"t": '[TOOL_CALLS]"]'}),
-        ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.edit:0"
-         '<|tool_call_argument_begin|>{"t": "<|tool_call_end|>"}<|tool_call_end|>'
-         "<|tool_calls_section_end|>", {"t": "<|tool_call_end|>"}),
+        (
+            "hermes",
+            '<tool_call>{"name": "edit", "arguments": {"t": "a</tool_call>b"}}</tool_call>',
+            {"t": "a</tool_call>b"},
+        ),
+        (
+            "mistral",
+            '[TOOL_CALLS][{"name": "edit", "arguments": {"t": "[TOOL_CALLS]\\"]"}}]',
+            {"t": '[TOOL_CALLS]"]'},
+        ),
+        (
+            "kimi_k2",
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.edit:0"
+            '<|tool_call_argument_begin|>{"t": "<|tool_call_end|>"}<|tool_call_end|>'
+            "<|tool_calls_section_end|>",
+            {"t": "<|tool_call_end|>"},
+        ),
         # Arguments that are missing, null, or encoded twice.
         ("hermes", '<tool_call>{"name": "edit"}</tool_call>', {}),
         ("hermes", '<tool_call>{"name": "edit", "arguments": null}</tool_call>', {}),
         ("hermes", '<tool_call>{"name": "edit", "arguments": "{}"}</tool_call>', {}),
-        ("hermes", '<tool_call>{"name": "edit", "arguments": "{\\"a\\": 1}"}</tool_call>',
-         {"a": 1}),
+        (
+            "hermes",
+            '<tool_call>{"name": "edit", "arguments": "{\\"a\\": 1}"}</tool_call>',
+            {"a": 1},
+        ),
         ("mistral", '[TOOL_CALLS][{"name": "edit"}]', {}),
         ("llama3_json", '{"name": "edit"}', {}),
         # Other orders and forms of the same.
         ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "edit"}</tool_call>', {"a": 1}),
-        ("hermes", '<tool_call>{"function": {"name": "edit", "arguments": {"a": 1}}}</tool_call>',
-         {"a": 1}),
-        ("hermes", '<tool_call>{"name": "edit", "arguments": {"a": 1}, "id": 7}</tool_call>',
-         {"a": 1}),
-        ("hermes", '<tool_call>{"name": "edit", "arguments": {"a": "two\nlines"}}</tool_call>',
-         {"a": "two\nlines"}),
+        (
+            "hermes",
+            '<tool_call>{"function": {"name": "edit", "arguments": {"a": 1}}}</tool_call>',
+            {"a": 1},
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "edit", "arguments": {"a": 1}, "id": 7}</tool_call>',
+            {"a": 1},
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "edit", "arguments": {"a": "two\nlines"}}</tool_call>',
+            {"a": "two\nlines"},
+        ),
         # Values without a schema are JSON where they can be.
-        ("qwen3_coder", "<tool_call><function=edit><parameter=a>\n7\n</parameter><parameter=b>\n\n"
-         "x\n\n</parameter><parameter=c>True</parameter></function></tool_call>",
-         {"a": 7, "b": "\nx\n", "c": True}),
-        ("pythonic", "[edit(a='x]', b={'c': None}, d=true)]",
-         {"a": "x]", "b": {"c": None}, "d": True}),
+        (
+            "qwen3_coder",
+            "<tool_call><function=edit><parameter=a>\n7\n</parameter><parameter=b>\n\n"
+            "x\n\n</parameter><parameter=c>True</parameter></function></tool_call>",
+            {"a": 7, "b": "\nx\n", "c": True},
+        ),
+        (
+            "pythonic",
+            "[edit(a='x]', b={'c': None}, d=true)]",
+            {"a": "x]", "b": {"c": None}, "d": True},
+        ),
         ("openai", "<|channel|>commentary to=functions.edit<|message|><|call|>", {}),
     ],
-)  # fmt: skip
+)
 def test_arguments_are_read_as_what_they_are(tools, text, arguments):
     (found,) = in_every_way(text, tools)
     assert isinstance(found, ToolCall)
@@ -265,7 +324,7 @@ def test_deep_text_is_text():
         ("qwen3_coder", "<tool_call>\n<function=now>\n<parameter=city>\nÖs", [call(0, "now", "")]),
         ("pythonic", "[weather(city='Ös", []),
     ],
-)  # fmt: skip
+)
 def test_a_call_that_a_limit_cuts_is_no_content(tools, text, parts):
     assert in_every_way(text, tools, is_cut=True) == parts
 
@@ -273,8 +332,9 @@ def test_a_call_that_a_limit_cuts_is_no_content(tools, text, parts):
 def test_reasoning_is_apart_from_content():
     text = f"\n<think>\nHm <b>, </thin\n</think>\n\n<tool_call>{WEATHER}</tool_call>"
     assert in_every_way(text, "hermes", reasoning="think") == [
-        Reasoning("\nHm <b>, </thin\n"), call(),
-    ]  # fmt: skip
+        Reasoning("\nHm <b>, </thin\n"),
+        call(),
+    ]
     opened = {"reasoning": "think", "opened": True}
     assert parsed(["Hm</think>4"], "", **opened) == [Reasoning("Hm"), "4"]
     assert parsed(["Hm"], "", **opened) == [Reasoning("Hm")]
@@ -294,16 +354,55 @@ def test_only_the_first_call_is_kept_where_calls_are_not_parallel():
 
 TEXTS = st.lists(
     st.sampled_from(
-        ["<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "weather",
-         WEATHER, LLAMA, "[", "]", "{", "}", ";", "\n", " ", "a", '"', "<", json.dumps(WEATHER),
-         "<function=weather>", "<parameter=city>", "</parameter>", "</function>", "<arg_key>",
-         "</arg_key>", "<arg_value>", "</arg_value>", PYTHON, "(", ")", "<|channel|>", "analysis",
-         "<|message|>", "<|end|>", "<|call|>", "to=functions.weather", V31,
-         "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
-         KIMI.format(index=0), "<|tool_calls_section_begin|>",
-         "<|tool_calls_section_end|>", ARGUMENTS]
-    ), max_size=12,
-).map("".join)  # fmt: skip
+        [
+            "<think>",
+            "</think>",
+            "<tool_call>",
+            "</tool_call>",
+            "[TOOL_CALLS]",
+            "[ARGS]",
+            "weather",
+            WEATHER,
+            LLAMA,
+            "[",
+            "]",
+            "{",
+            "}",
+            ";",
+            "\n",
+            " ",
+            "a",
+            '"',
+            "<",
+            json.dumps(WEATHER),
+            "<function=weather>",
+            "<parameter=city>",
+            "</parameter>",
+            "</function>",
+            "<arg_key>",
+            "</arg_key>",
+            "<arg_value>",
+            "</arg_value>",
+            PYTHON,
+            "(",
+            ")",
+            "<|channel|>",
+            "analysis",
+            "<|message|>",
+            "<|end|>",
+            "<|call|>",
+            "to=functions.weather",
+            V31,
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁calls▁end｜>",
+            KIMI.format(index=0),
+            "<|tool_calls_section_begin|>",
+            "<|tool_calls_section_end|>",
+            ARGUMENTS,
+        ]
+    ),
+    max_size=12,
+).map("".join)
 
 
 @given(

@@ -132,20 +132,34 @@ def parsed(**fields: object) -> ParsedRequest:
 ITEMS: list[dict[str, object]] = [
     {"role": "developer", "content": "Be brief."},
     {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "sum?"}]},
-    {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": None,
-     "content": [{"type": "reasoning_text", "text": "Hm"}]},
-    {"type": "message", "id": "m", "status": "completed", "role": "assistant",
-     "content": [{"type": "output_text", "text": "I add.", "annotations": [], "logprobs": []}]},
+    {
+        "type": "reasoning",
+        "id": "rs_1",
+        "summary": [],
+        "encrypted_content": None,
+        "content": [{"type": "reasoning_text", "text": "Hm"}],
+    },
+    {
+        "type": "message",
+        "id": "m",
+        "status": "completed",
+        "role": "assistant",
+        "content": [{"type": "output_text", "text": "I add.", "annotations": [], "logprobs": []}],
+    },
     {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "add", "arguments": '{"a":1}'},
     {"type": "function_call", "call_id": "c2", "name": "add", "arguments": "", "caller": None},
     {"type": "function_call_output", "call_id": "c2", "output": "2"},
-    {"type": "function_call_output", "call_id": "c1",
-     "output": [{"type": "input_text", "text": "1"}], "status": "completed"},
+    {
+        "type": "function_call_output",
+        "call_id": "c1",
+        "output": [{"type": "input_text", "text": "1"}],
+        "status": "completed",
+    },
     {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
     {"role": "assistant", "content": "Yes."},
     {"type": "function_call", "call_id": "c3", "name": "add", "arguments": "{}"},
     {"role": "user", "content": "why?"},
-]  # fmt: skip
+]
 
 
 def test_items_become_turns_in_their_order():
@@ -158,30 +172,47 @@ def test_items_become_turns_in_their_order():
     assert chat.messages == [
         {"role": "system", "content": "You add.\n\nBe brief."},
         {"role": "user", "content": "sum?"},
-        {"role": "assistant", "content": "I add.", "reasoning": "Hm", "reasoning_content": "Hm",
-         "tool_calls": [call("c1", {"a": 1}), call("c2", {})]},
+        {
+            "role": "assistant",
+            "content": "I add.",
+            "reasoning": "Hm",
+            "reasoning_content": "Hm",
+            "tool_calls": [call("c1", {"a": 1}), call("c2", {})],
+        },
         {"role": "tool", "content": "2", "tool_call_id": "c2"},
         {"role": "tool", "content": "1", "tool_call_id": "c1"},
         {"role": "assistant", "content": "No."},
         {"role": "assistant", "content": "Yes.", "tool_calls": [call("c3", {})]},
         {"role": "user", "content": "why?"},
-    ]  # fmt: skip
+    ]
     assert chat.tools is not None
     assert chat.tools[0]["function"] == {
-        "name": "add", "description": "", "parameters": {"type": "object"}
-    }  # fmt: skip
+        "name": "add",
+        "description": "",
+        "parameters": {"type": "object"},
+    }
     assert ask.tools is not None
     assert not ask.tools.parallel_tool_calls
 
 
 def test_settings_are_those_of_a_chat():
     ask = parsed(
-        max_output_tokens=7, temperature=0.5, top_k=3, stop=["x"], repetition_penalty=1.1,
+        max_output_tokens=7,
+        temperature=0.5,
+        top_k=3,
+        stop=["x"],
+        repetition_penalty=1.1,
         text={"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}},
-        store=False, background=False, previous_response_id=None, truncation="disabled",
-        reasoning={"effort": "low", "summary": "auto"}, max_tool_calls=2, unknown=None,
-        include=["reasoning.encrypted_content"], service_tier="auto",
-    )  # fmt: skip
+        store=False,
+        background=False,
+        previous_response_id=None,
+        truncation="disabled",
+        reasoning={"effort": "low", "summary": "auto"},
+        max_tool_calls=2,
+        unknown=None,
+        include=["reasoning.encrypted_content"],
+        service_tier="auto",
+    )
     params = ask.params
     assert (params.max_tokens, params.temperature, params.top_k, params.stop) == (7, 0.5, 3, ["x"])
     assert params.structured_outputs is not None
@@ -196,15 +227,17 @@ async def test_the_tokens_of_a_response_can_be_counted_before(bench):
     counted: Any = (await bench.post(asked, f"{PATH}/input_tokens")).json
     whole: Any = (await bench.post({**asked, "max_output_tokens": 9}, PATH)).json
     assert counted == {
-        "object": "response.input_tokens", "input_tokens": whole["usage"]["input_tokens"]
-    }  # fmt: skip
+        "object": "response.input_tokens",
+        "input_tokens": whole["usage"]["input_tokens"],
+    }
 
 
 def test_what_agents_send_beside_the_conversation_changes_nothing():
     fields = {
-        "reasoning": {"effort": "low", "summary": "concise"}, "metadata": {"tags": ["a"]},
+        "reasoning": {"effort": "low", "summary": "concise"},
+        "metadata": {"tags": ["a"]},
         "include": ["web_search_call.action.sources", "reasoning.encrypted_content"],
-    }  # fmt: skip
+    }
     ask = parsed(**fields)
     assert ask.prompts == parsed(reasoning={"effort": "low"}).prompts
     assert ask.ignored == ("include.web_search_call.action.sources",)
@@ -233,15 +266,17 @@ def test_calls_of_other_tools_in_the_history_are_shown_and_other_items_become_pl
     assert chat.messages == [
         {"role": "user", "content": "[image]"},
         {
-            "role": "assistant", "content": "[web_search_call]",
+            "role": "assistant",
+            "content": "[web_search_call]",
             "tool_calls": [
-                call("a", "patch", {"input": "x"}), call("b", "local_shell", {"command": ["ls"]})
+                call("a", "patch", {"input": "x"}),
+                call("b", "local_shell", {"command": ["ls"]}),
             ],
         },
         {"role": "tool", "content": "done", "tool_call_id": "a"},
         {"role": "tool", "content": "[image]", "tool_call_id": "b"},
         {"role": "user", "content": "why?"},
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(

@@ -83,26 +83,45 @@ def test_deep_nesting_where_it_would_be_skipped_is_refused():
 def test_fields_that_ask_for_nothing_are_accepted():
     ask = parse_completion(
         body_of(
-            best_of=2, n=2, suffix="", logprobs=None, use_beam_search=False, user="me",
-            stream_options=None, priority=0,
+            best_of=2,
+            n=2,
+            suffix="",
+            logprobs=None,
+            use_beam_search=False,
+            user="me",
+            stream_options=None,
+            priority=0,
         )
-    )  # fmt: skip
+    )
     assert ask.prompts == ["x"]
     assert ask.params.n == 2
 
 
 def test_an_answer_can_be_sent_back_as_it_came():
     answer = {
-        "role": "assistant", "content": "yes", "refusal": None, "annotations": [],
-        "audio": None, "function_call": None, "tool_calls": None, "reasoning": "hm",
-        "provider_specific_fields": {"a": 1}, "unheard_of": None, "citations": ["b"],
-        "thinking_blocks": [{"thinking": "hm"}], "reasoning_details": [{"text": "hm"}],
-    }  # fmt: skip
+        "role": "assistant",
+        "content": "yes",
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+        "tool_calls": None,
+        "reasoning": "hm",
+        "provider_specific_fields": {"a": 1},
+        "unheard_of": None,
+        "citations": ["b"],
+        "thinking_blocks": [{"thinking": "hm"}],
+        "reasoning_details": [{"text": "hm"}],
+    }
     question = {"role": "user", "content": "null" * 100_000, "audio": None, "name": None}
     body = {
-        "messages": [answer, question], "reasoning_effort": None, "modalities": None, "n": None,
-        "stream": True, "stream_options": {"include_usage": True, "unheard_of": None},
-    }  # fmt: skip
+        "messages": [answer, question],
+        "reasoning_effort": None,
+        "modalities": None,
+        "n": None,
+        "stream": True,
+        "stream_options": {"include_usage": True, "unheard_of": None},
+    }
     ask = parse_chat(json.dumps(body).encode())
     (chat,) = ask.prompts
     assert chat.messages == [

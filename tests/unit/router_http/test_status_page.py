@@ -58,8 +58,9 @@ def test_the_document_tells_of_nodes_pairs_and_requests(config, start):
     assert (told.status, told.model, told.num_requests) == ("ready", "tiny", 1)
     assert (told.num_prompt_tokens, told.num_output_tokens) == (3, 4)
     assert [(node["node_id"], node["role"]) for node in told.nodes] == [
-        ("d0", "decode"), ("p0", "prefill"),
-    ]  # fmt: skip
+        ("d0", "decode"),
+        ("p0", "prefill"),
+    ]
     load = told.nodes[0]["load"]
     assert load["free_blocks"] == NUM_BLOCKS
     (pair,) = told.pairs
@@ -98,8 +99,10 @@ async def test_faults_name_what_was_lost_and_refusals_do_not_flood_them(bench, e
     assert (await bench.post({"prompt": -1})).status == 400
     told = await document_of(bench)
     assert [(one.code, one.decode_node, one.count) for one in told.faults] == [
-        ("queue_full", None, 3), ("node_lost", "d0", 1), ("node_lost", "d0", 1),
-    ]  # fmt: skip
+        ("queue_full", None, 3),
+        ("node_lost", "d0", 1),
+        ("node_lost", "d0", 1),
+    ]
     assert (told.num_refused, told.num_failed) == (3, 1)
     assert [one.outcome for one in told.requests] == ["finished", "node_lost"]
     assert "node_lost" in [stage.failure for stage in told.requests[0].stages]

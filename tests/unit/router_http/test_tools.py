@@ -161,8 +161,10 @@ HERMES_CALL = (
 def test_a_format_is_used_only_if_the_calls_of_the_template_are_read_in_it():
     template = ChatTemplate("{{ tools }}" + CALLS_OF_TURNS + HERMES_CALL + END_OF_TURNS, {})
     assert ModelFormat.of(RouterConfig(), template).tools == "hermes"
-    for wrong in ("<tool_call>{{ c.function.name }}: {{ c.function.arguments }}</tool_call>",
-                  "calls {{ c.function.name }}{# <tool_call> #}"):  # fmt: skip
+    for wrong in (
+        "<tool_call>{{ c.function.name }}: {{ c.function.arguments }}</tool_call>",
+        "calls {{ c.function.name }}{# <tool_call> #}",
+    ):
         template = ChatTemplate("{{ tools }}" + CALLS_OF_TURNS + wrong + END_OF_TURNS, {})
         assert ModelFormat.of(RouterConfig(), template).tools == ""
 
@@ -173,14 +175,16 @@ CALLS: dict[str, tuple[str, str]] = {
     "llama3_json": ('{"name": "add", "parameters": {"a": 1}}', "; "),
     "mistral": ('[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]', ""),
     "phi4_mini_json": (
-        '<|tool_call|>[{"name": "add", "arguments": {"a": 1}}]<|/tool_call|>', "",
+        '<|tool_call|>[{"name": "add", "arguments": {"a": 1}}]<|/tool_call|>',
+        "",
     ),
     "qwen3_coder": (
         "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
         "\n",
     ),
     "glm45": (
-        "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>", "\n",
+        "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+        "\n",
     ),
     "minimax_m2": (
         '<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">1</parameter>\n</invoke>\n'
@@ -188,7 +192,7 @@ CALLS: dict[str, tuple[str, str]] = {
         "",
     ),
     "deepseek_v31": (
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{\"a\": 1}<｜tool▁call▁end｜>"
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'
         "<｜tool▁calls▁end｜>",
         "",
     ),
@@ -198,14 +202,17 @@ CALLS: dict[str, tuple[str, str]] = {
         "",
     ),
     "openai": (
-        '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>', "",
+        '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>',
+        "",
     ),
     "pythonic": ("[add(a=1)]", ""),
-}  # fmt: skip
+}
 SCHEMA: dict[str, object] = {
-    "type": "object", "properties": {"a": {"$ref": "#/$defs/x"}}, "required": ["a"],
+    "type": "object",
+    "properties": {"a": {"$ref": "#/$defs/x"}},
+    "required": ["a"],
     "$defs": {"x": {"type": "integer"}},
-}  # fmt: skip
+}
 TOOLS = (CallableTool("add", SCHEMA, True), CallableTool("other", None, False))
 
 
@@ -287,8 +294,10 @@ def test_unique_items_are_left_out_of_schemas(is_strict):
         "uniqueItems": {"enum": [{"uniqueItems": True}]},
     }
     schema: dict[str, object] = {
-        "type": "object", "properties": properties, "required": [*properties],
-    }  # fmt: skip
+        "type": "object",
+        "properties": properties,
+        "required": [*properties],
+    }
     text = '{"tags": [1, 1], "uniqueItems": {"uniqueItems": true}}'
     assert Judge(checked_grammar(StructuredOutputsParams(json=schema))).passes(text)
     rules = CallRules((CallableTool("add", schema, is_strict),), True, is_parallel=False)

@@ -86,8 +86,10 @@ def test_a_working_directory_that_was_removed_is_one_line(tmp_path):
 def test_ctrl_c_is_one_line_also_while_modules_are_loaded():
     done = subprocess.run(
         [sys.executable, "-c", CTRL_C_ON_IMPORT, "baton.bench.cli"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert (done.stdout, done.stderr) == ("", "baton: interrupted\n")
     assert done.returncode == 130
 
@@ -98,8 +100,10 @@ def test_tab_completes_commands_flags_choices_and_paths(tmp_path):
     (tmp_path / "cluster.key").touch()
     script = subprocess.run(
         [sys.executable, "-m", "baton", "completion", "bash"],
-        capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     for typed, offered in [
         ("baton ser", "serve"),
         ("baton bench com", "compare"),
@@ -111,9 +115,12 @@ def test_tab_completes_commands_flags_choices_and_paths(tmp_path):
         press = f"{script}\nCOMP_WORDS=({typed}); COMP_CWORD={len(typed.split()) - 1}\n"
         press += '_shtab_baton; printf "%s\\n" "${COMPREPLY[@]}"'
         done = subprocess.run(
-            ["bash", "--norc", "-c", press], cwd=tmp_path, capture_output=True, text=True,
+            ["bash", "--norc", "-c", press],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
             check=False,
-        )  # fmt: skip
+        )
         assert offered in done.stdout.split(), (typed, done.stderr)
 
 
@@ -124,9 +131,14 @@ def test_each_script_has_the_commands_of_the_help(shell, capsys):
     assert not [name for name in parsers() if name.split()[-1] not in printed]
 
 
-@pytest.mark.parametrize(("role", "chosen", "found"), [
-    ("prefill", "all", "prompts"), ("prefill", "none", "none"), ("decode", "all", "all"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("role", "chosen", "found"),
+    [
+        ("prefill", "all", "prompts"),
+        ("prefill", "none", "none"),
+        ("decode", "all", "all"),
+    ],
+)
 def test_a_prefill_node_captures_prompts_alone(role, chosen, found, monkeypatch):
     graphs: list[str] = []
 

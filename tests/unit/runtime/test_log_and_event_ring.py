@@ -64,9 +64,13 @@ def test_with_json_every_line_of_a_process_is_json():
     told = [line.get("message", "").partition("\n")[0] for line in lines]
     assert "old" in told.pop(0)
     assert told == [
-        "bad request", "no port", "a line of a library", "",
-        "an unexpected error ended a thread", "an unexpected error ends the process",
-    ]  # fmt: skip
+        "bad request",
+        "no port",
+        "a line of a library",
+        "",
+        "an unexpected error ended a thread",
+        "an unexpected error ends the process",
+    ]
     assert [line["process"] for line in lines[2:5]] == ["router", "decode-0", "decode-0"]
     assert "ZeroDivisionError" in lines[-2]["traceback"]
     assert "ValueError: the end" in lines[-1]["traceback"]

@@ -141,18 +141,26 @@ def test_the_sample_of_settings_can_be_loaded():
     [
         (["--enable-prefix-caching=false"], "cache", "enable_prefix_caching", False),
         (["--api-key", "a", "--api-key", "b,c"], "router", "api_keys", ("a", "b,c")),
-        (["--set", "node.routers=tcp://a:1,tcp://b:2"], "node", "routers",
-         ("tcp://a:1", "tcp://b:2")),
+        (
+            ["--set", "node.routers=tcp://a:1,tcp://b:2"],
+            "node",
+            "routers",
+            ("tcp://a:1", "tcp://b:2"),
+        ),
         (["--set", "transfer.device=a=b"], "transfer", "device", "a=b"),
         (["/models/tiny", "--served-model-name", "tiny"], "model", "served_model_name", "tiny"),
         (["--enable-prefix-caching"], "cache", "enable_prefix_caching", True),
-        (["--served-model-name", "a", "--served-model-name", "b,c"], "model",
-         "served_model_name", "a,b,c"),
+        (
+            ["--served-model-name", "a", "--served-model-name", "b,c"],
+            "model",
+            "served_model_name",
+            "a,b,c",
+        ),
         (["--max-model-len", "100k"], "model", "max_model_len", 100_000),
         (["--max-model-len", "1.5K"], "model", "max_model_len", 1536),
         (["--set", "cache.memory_mib=2k"], "cache", "memory_mib", 2000),
     ],
-)  # fmt: skip
+)
 def test_words_become_values(words, section, field, value):
     assert getattr(getattr(load(SERVE, words), section), field) == value
 

@@ -117,7 +117,8 @@ def test_last_lines_say_pass_fail_or_values():
     section = Section("engine", "Steps", 10.0, 5.0, "complete")
     report.sections = [section]
     gpu.fill(
-        report, section,
+        report,
+        section,
         [
             Check("a replayed step has the bits of the eager step of its bucket, x", True, "equal"),
             Check("ordered attention: decode = prefill, 8B", False, "differ"),
@@ -127,7 +128,7 @@ def test_last_lines_say_pass_fail_or_values():
             Measured("Qwen3-8B decode b1 ctx 1k", "ms", timing=Timing(5e-3, 4e-3, 6e-3, 5)),
             Measured("capture of Qwen3-8B, time", "s", value=4.25),
         ],
-    )  # fmt: skip
+    )
     said = dict(line.split(": ", 1) for line in last_lines(report))
     assert said["graph = eager"] == "PASS equal"
     assert said["bits in any batch and chunking"].startswith("FAIL (ordered attention")

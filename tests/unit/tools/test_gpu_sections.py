@@ -44,10 +44,24 @@ def ran(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gpu")
     env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "tools.gpu", "--device", "cpu", "--out", folder,
-         "--seconds", "5000"],
-        cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=540, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "tools.gpu",
+            "--device",
+            "cpu",
+            "--out",
+            folder,
+            "--seconds",
+            "5000",
+        ],
+        cwd=REPOSITORY,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=540,
+        check=False,
+    )
     logs = "\n".join(path.read_text()[-2000:] for path in sorted(folder.glob("*.log")))
     assert (folder / "report.json").exists(), done.stdout + done.stderr
     report = msgspec.json.decode((folder / "report.json").read_bytes(), type=GpuReport)
@@ -83,9 +97,14 @@ def test_the_last_lines_say_something_of_every_claim(ran):
 
 
 SMALL = SplitPlan(
-    shape=Shape("small", 64, 96, 2, 2, 1, 32, 640, is_tied=True), device="cpu",
-    prompts=(40, 600), num_tokens=8, warm_ups=1, rounds=2, memory_mib=64,
-)  # fmt: skip
+    shape=Shape("small", 64, 96, 2, 2, 1, 32, 640, is_tied=True),
+    device="cpu",
+    prompts=(40, 600),
+    num_tokens=8,
+    warm_ups=1,
+    rounds=2,
+    memory_mib=64,
+)
 
 
 def events_of(plan: SplitPlan, folder: Path, left_s: float = 90.0) -> list[Event]:

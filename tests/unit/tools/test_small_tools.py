@@ -33,10 +33,11 @@ def test_the_folder_has_the_shape_that_was_asked_for(tmp_path):
         config, Checkpoint(folder), SingleRank(), RankDevice(torch.bfloat16, CPU), no_progress
     )
     values = sum(
-        layer.qkv.weight.numel() + layer.output.weight.numel()
+        layer.qkv.weight.numel()
+        + layer.output.weight.numel()
         + sum(linear.weight.numel() for linear in layer.mlp.linears())
         for layer in decoder.layers
-    )  # fmt: skip
+    )
     assert values == TINY.body_values
     assert decoder.head.weight.numel() == TINY.head_values
 

@@ -322,7 +322,7 @@ def test_a_decode_node_that_greets_again_has_lost_what_it_had():
         (expecting, [BeginReceive(key(), 0, (20, 21))]),
         (expecting, [*heard(PREFILL, offered()), *[BeginReceive(key(), 0, (20, 21))] * 2]),
     ],
-)  # fmt: skip
+)
 def test_a_scheduler_that_breaks_the_contract_ends_the_process(connector, events):
     with pytest.raises(InvariantBroken):
         connector().step(1.0, events)
