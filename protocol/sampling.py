@@ -60,17 +60,25 @@ class Scope(msgspec.Struct, frozen=True):
 
     lora: str = ""
     cache_salt: str = ""
+    tenant_salt: str = ""  # that an operator gives to clients
 
     @property
     def root(self) -> BlockHash:
-        """Return the root of the hashes of its blocks; empty without adapter and salt.
+        """Return the root of the hashes of its blocks; empty without adapter and salts.
 
         Blake2's personalization keeps roots and blocks apart, whatever text a client sends.
         """
-        if not self.lora and not self.cache_salt:
+        if self == EVERYONE:
             return b""
         data = f"{self.lora}\0{self.cache_salt}".encode("utf-8", "surrogatepass")
-        return hashlib.blake2b(data, digest_size=HASH_BYTES, person=b"cache_root").digest()
+        # A key of the hash, so that no salt of a client looks like it.
+        key = hashlib.blake2b(self.tenant_salt.encode("utf-8", "surrogatepass")).digest()
+        return hashlib.blake2b(
+            data,
+            digest_size=HASH_BYTES,
+            key=key if self.tenant_salt else b"",
+            person=b"cache_root",
+        ).digest()
 
 
 EVERYONE = Scope()

@@ -51,6 +51,7 @@ class Tenant(msgspec.Struct, frozen=True):
 
     name: str = ""
     weight: float = 1.0  # its share is in proportion to this
+    cache_salt: str = ""  # it shares cached blocks only with those that have the same
 
 
 ANYONE = Tenant()
@@ -61,6 +62,11 @@ class Caller(msgspec.Struct, frozen=True):
 
     scope: Scope = EVERYONE
     tenant: Tenant = ANYONE
+
+    @classmethod
+    def of(cls, scope: Scope, tenant: Tenant) -> "Caller":
+        """Return the caller of a request that asks for a scope."""
+        return cls(msgspec.structs.replace(scope, tenant_salt=tenant.cache_salt), tenant)
 
 
 NO_CALLER = Caller()

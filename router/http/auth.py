@@ -34,9 +34,10 @@ _LOCAL_ENDINGS = (".localhost", ".local", ".internal")
 PREFIX = "sha256:"
 KEY_START = "sk-baton-"
 _LINE = re.compile(rf"{PREFIX}([0-9a-f]{{64}})(\s.*)?")
-_WEIGHT = re.compile(r"\sweight=(\S*)$")
+_CHOICE = re.compile(r"\s(weight|salt)=(\S*)$")  # at the end of a line
 MIN_WEIGHT = 0.01
 MAX_WEIGHT = 100.0
+MAX_SALT = 256
 _PREFLIGHT = {
     hdrs.ACCESS_CONTROL_ALLOW_METHODS: "GET, POST",
     # The clients of OpenAI and Anthropic send many of their own; a star leaves out Authorization.
@@ -57,7 +58,7 @@ class Access:
         """
         self._wants_key = config.wants_key
         self._config = config
-        self._weights: dict[bytes, float] = {}  # of each key, by its digest
+        self._tenants: dict[bytes, Tenant] = {}  # by the digest of their key
         self.read_keys()
         self._hosts = {host.lower() for host in config.allowed_hosts}
         trusts_host = config.is_on_loopback and not (config.wants_key or config.speaks_tls)
@@ -65,10 +66,11 @@ class Access:
 
     def read_keys(self) -> None:
         """Take the keys that the file has now. Raises `ConfigError`, and keeps those it has."""
-        weights = {digest_of(key.encode()): 1.0 for key in self._config.api_keys}
+        digests = [digest_of(key.encode()) for key in self._config.api_keys]
+        tenants = {digest: Tenant(digest.hex()) for digest in digests}
         if self._config.api_key_file:
-            weights |= read_keys(Path(self._config.api_key_file))
-        self._weights = weights
+            tenants |= read_keys(Path(self._config.api_key_file))
+        self._tenants = tenants
 
     def check(self, request: web.Request) -> None:
         """Raise `RequestError` if the request may not be answered."""
@@ -107,7 +109,7 @@ class Access:
         given = authorization[len(_SCHEME) :]
         if scheme.lower() != _SCHEME:
             return False
-        return digest_of(given.strip().encode(errors="surrogateescape")) in self._weights
+        return digest_of(given.strip().encode(errors="surrogateescape")) in self._tenants
 
     def tenant_of(self, request: web.Request) -> Tenant:
         """Return whose share of the nodes an accepted request takes: a key's, or an address's."""
@@ -115,7 +117,7 @@ class Access:
             return Tenant(_network_of(request.remote or ""))
         given = authorization_of(request)[len(_SCHEME) :].strip()
         digest = digest_of(given.encode(errors="surrogateescape"))
-        return Tenant(digest.hex(), self._weights.get(digest, 1.0))
+        return self._tenants.get(digest) or Tenant(digest.hex())
 
 
 def _network_of(address: str) -> str:
@@ -198,8 +200,8 @@ def digest_of(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def read_keys(path: Path) -> dict[bytes, float]:
-    """Return the digests in a file, which never holds a key itself, with the weights of the keys.
+def read_keys(path: Path) -> dict[bytes, Tenant]:
+    """Return the digests in a file, which never holds a key itself, and whom their keys stand for.
 
     Raises a `ConfigError` that names the first line that is not a hash or has another weight.
     """
@@ -208,7 +210,7 @@ def read_keys(path: Path) -> dict[bytes, float]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "the file is not text"
         raise ConfigError(f"cannot read {path} (router.api_key_file): {reason}") from error
-    weights = {}
+    tenants = {}
     for number, line in enumerate(lines, 1):
         text = line.strip()
         if not text or text.startswith("#"):
@@ -219,16 +221,29 @@ def read_keys(path: Path) -> dict[bytes, float]:
                 f"{path} line {number} is not `{PREFIX}` and 64 hexadecimal digits "
                 "(router.api_key_file): add keys with `baton api-key FILE NAME`"
             )
-        weight = 1.0
-        if (chosen := _WEIGHT.search(match[2] or "")) is not None:
-            weight = _weight(chosen[1])
+        chosen = _choices(match[2] or "")
+        weight = _weight(chosen.get("weight", "1"))
         if not MIN_WEIGHT <= weight <= MAX_WEIGHT:
             raise ConfigError(
-                f"{path} line {number}: weight={chosen[1] if chosen else weight} is not a number "
-                f"from {MIN_WEIGHT:g} to {MAX_WEIGHT:g} (router.api_key_file)"
+                f"{path} line {number}: weight={chosen['weight']} is not a number from "
+                f"{MIN_WEIGHT:g} to {MAX_WEIGHT:g} (router.api_key_file)"
             )
-        weights[bytes.fromhex(match[1])] = weight
-    return weights
+        if len(chosen.get("salt", "")) > MAX_SALT:
+            raise ConfigError(
+                f"{path} line {number}: a salt has at most {MAX_SALT} characters "
+                "(router.api_key_file)"
+            )
+        tenants[bytes.fromhex(match[1])] = Tenant(match[1], weight, chosen.get("salt", ""))
+    return tenants
+
+
+def _choices(text: str) -> dict[str, str]:
+    """Return what the end of a line chooses for its key."""
+    chosen: dict[str, str] = {}
+    while (found := _CHOICE.search(text)) is not None and found[1] not in chosen:
+        chosen[found[1]] = found[2]
+        text = text[: found.start()].rstrip()
+    return chosen
 
 
 def _weight(text: str) -> float:

@@ -271,7 +271,7 @@ class Handlers:
             work = await self._prepare(request, body, endpoint, model)
             del body
             running.request_id = work.request_id
-            caller = Caller(work.parsed.scope, request[TENANT])
+            caller = Caller.of(work.parsed.scope, request[TENANT])
             num_logprobs = 0
             for index, prompt in enumerate(work.prompts if work.parsed.needs_nodes else ()):
                 if index:  # a long list of prompts must not delay other requests

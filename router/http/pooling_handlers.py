@@ -58,7 +58,7 @@ class PoolingHandlers:
             asked = await self._read(request, endpoint)
             running.request_id = request_id
             response_id = f"{_ID_PREFIXES[endpoint]}{secrets.token_hex(12)}"
-            caller = Caller(asked.scope, request[TENANT])
+            caller = Caller.of(asked.scope, request[TENANT])
             with blaming(asked.sent):
                 numbers = await self._numbers(asked, caller, response_id, running)
                 body = await self._body(endpoint, asked, numbers, response_id)

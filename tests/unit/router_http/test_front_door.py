@@ -17,6 +17,8 @@ from aiohttp.test_utils import make_mocked_request
 
 from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.protocol.errors import ConfigError, Overloaded, RequestError
+from baton.protocol.sampling import Scope
+from baton.router.core.request import Caller, Tenant
 from baton.router.core.stream import RequestStream
 from baton.router.http import connections
 from baton.router.http.auth import Access, add_key, digest_of, read_keys
@@ -348,12 +350,39 @@ def test_a_line_of_the_file_may_give_its_key_another_weight(path):
     lines[1] += " weight=0.25"
     lines[3] += "  weight=7 "
     path.write_text("\n".join(lines))
-    weights = read_keys(path)
-    assert [weights[digest_of(key.encode())] for key in keys] == [1.0, 0.25, 3.0, 7.0]
+    tenants = read_keys(path)
+    weights = [tenants[digest_of(key.encode())].weight for key in keys]
+    assert weights == [1.0, 0.25, 3.0, 7.0]
     for wrong in ("", "0", "-1", "nan", "inf", "1000", "much"):
         path.write_text(f"{lines[0]} weight={wrong}\n")
         with pytest.raises(ConfigError, match=r"line 1: weight=.* is not a number from 0.01 to 10"):
             read_keys(path)
+
+
+def test_a_line_of_the_file_may_say_with_whom_its_key_shares_cached_blocks(path):
+    keys = [add_key(path, name) for name in ("alice", "bob", "carol", "dave")]
+    lines = path.read_text().splitlines()
+    lines[0] += " salt=x weight=2"
+    lines[1] += " weight=3 salt=x"
+    lines[2] += " salt=y"
+    path.write_text("\n".join(lines))
+    tenants = [read_keys(path)[digest_of(key.encode())] for key in keys]
+    assert [(one.weight, one.cache_salt) for one in tenants] == [
+        (2.0, "x"),
+        (3.0, "x"),
+        (1.0, "y"),
+        (1.0, ""),
+    ]
+    roots = [Caller.of(Scope(), one).scope.root for one in tenants]
+    assert roots[0] == roots[1]
+    assert len(set(roots)) == 3
+    # What a client sends can look like no operator's salt, and divides what it has.
+    for salt in ("x", "\0x"):
+        roots += [Caller.of(Scope(cache_salt=salt), one).scope.root for one in tenants[1:]]
+    assert len(set(roots)) == 9
+    path.write_text(f"{lines[3]} salt={'x' * 257}\n")
+    with pytest.raises(ConfigError, match="line 1: a salt has at most 256 characters"):
+        read_keys(path)
 
 
 @served(script=hello, config=LOCKED)
@@ -364,6 +393,13 @@ async def test_requests_count_for_their_key(bench, engine):
         names.append(engine.caller.tenant.name)
     assert names[0] == names[1] != names[2]
     assert not any("first" in name for name in names)
+
+
+@served(script=hello, config=LOCKED)
+async def test_the_salt_of_a_key_reaches_its_requests(bench, engine, monkeypatch):
+    monkeypatch.setattr(Access, "tenant_of", lambda *_: Tenant("alice", cache_salt="x"))
+    assert (await ask(bench, Authorization="Bearer first")).status == 200
+    assert engine.caller.scope == Scope(tenant_salt="x")
 
 
 def test_without_keys_requests_count_for_their_address_and_in_ipv6_for_its_network():
