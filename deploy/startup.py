@@ -180,6 +180,18 @@ def url_of(host: str, port: int, *, is_tls: bool = False) -> str:
     return f"{'https' if is_tls else 'http'}://{bracketed(host)}:{port}"
 
 
+# What people are told of the phases of a node's start. Logs for machines have the phases.
+PHASES = {
+    "weights": "loading weights",
+    "weight digests": "hashing the weight files",
+    "kernels": "compiling kernels, once for this machine",
+    "row rules": "trying how many rows a product takes without changing a bit",
+    "products": "choosing the fastest products",
+    "kv pool": "allocating the KV cache",
+    "graphs": "capturing CUDA graphs",
+}
+
+
 class StartProgress:
     """Prints a line for each new phase of a process."""
 
@@ -197,4 +209,4 @@ class StartProgress:
             if is_json():
                 log.info("starting", node=name, phase=words)
             else:
-                say(f"{name}: {words}")
+                say(f"{name}: {PHASES.get(words, words)}")
