@@ -11,8 +11,9 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from baton.model.config.families import ALWAYS, FAMILIES
-from baton.model.config.families import Family as ModelFamily
+from baton.model.families.family import ALWAYS
+from baton.model.families.family import Family as ModelFamily
+from baton.model.families.table import FAMILIES
 from baton.protocol.config import ClusterConfig
 from baton.router.http.metrics import ROUTER_FAMILIES
 from baton.runtime.fields import fields_of
@@ -21,7 +22,7 @@ from baton.runtime.settings import flags_of
 
 HERE = Path(__file__).resolve().parent
 MESSAGES = HERE.parent / "protocol" / "messages.py"
-FAMILIES_BEGIN = "<!-- generated from model/config/families.py by `make docs` -->"
+FAMILIES_BEGIN = "<!-- generated from model/families by `make docs` -->"
 FAMILIES_END = "<!-- end of the generated table -->"
 ORDINALS = {2: "second", 3: "third", 4: "fourth", 5: "fifth", 6: "sixth"}
 

@@ -12,11 +12,11 @@ import msgspec
 
 from baton.model.config.decoder_config import DecoderConfig
 from baton.model.config.expert_config import ExpertsConfig
-from baton.model.config.families import Experts, MlpNames
 from baton.model.config.kinds_config import KindsConfig, LayerInputs
 from baton.model.config.latent_config import LatentConfig
 from baton.model.config.state_config import StateTensors, state_tensors
 from baton.model.config.tensor_parts import LinearTensors, NormTensor, Shape, Units
+from baton.model.families.family import Experts, MlpNames
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"

@@ -12,16 +12,6 @@ import msgspec
 from msgspec import Meta
 
 from baton.model.config.expert_config import ExpertsConfig, experts_config
-from baton.model.config.families import (
-    BY_ARCHITECTURE,
-    BY_MODEL_TYPE,
-    FAMILIES,
-    OTHER_HEADS,
-    Family,
-    Head,
-    LayerNames,
-    MlpNames,
-)
 from baton.model.config.kinds_config import (
     ChunksConfig,
     KindsConfig,
@@ -48,6 +38,8 @@ from baton.model.config.reading import (
 )
 from baton.model.config.rope_config import MAX_POSITIONS, UNROTATED, Rope, ropes_config
 from baton.model.config.state_config import StateConfig, state_config
+from baton.model.families.family import Family, Head, LayerNames, MlpNames
+from baton.model.families.table import BY_ARCHITECTURE, BY_MODEL_TYPE, FAMILIES, OTHER_HEADS
 from baton.protocol.errors import ConfigError
 
 DecoderDtype = Literal["float32", "bfloat16"]

@@ -9,8 +9,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from baton.model.config.families import Experts
 from baton.model.config.reading import converted
+from baton.model.families.family import Experts
 from baton.protocol.errors import ConfigError
 
 

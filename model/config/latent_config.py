@@ -10,8 +10,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from baton.model.config.families import Index, Latent
 from baton.model.config.reading import converted
+from baton.model.families.family import Index, Latent
 from baton.protocol.errors import ConfigError
 
 _Positive = Annotated[int, Meta(gt=0)]

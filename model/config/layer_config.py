@@ -10,8 +10,8 @@ import msgspec
 from msgspec import Meta
 
 from baton.kernels.constants import CLAMPED, SILU, Gate
-from baton.model.config.families import ALWAYS, Family, Windows
 from baton.model.config.reading import converted
+from baton.model.families.family import ALWAYS, Family, Windows
 from baton.protocol.errors import ConfigError
 
 _Positive = Annotated[float, Meta(gt=0)]

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import msgspec
 
-from baton.model.config.families import WRAPPERS, text_family
+from baton.model.families.table import WRAPPERS, text_family
 from baton.protocol.errors import ConfigError
 
 T = TypeVar("T")

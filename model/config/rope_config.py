@@ -10,8 +10,8 @@ from typing import Annotated, Literal, get_args
 import msgspec
 from msgspec import Meta
 
-from baton.model.config.families import NEVER, Family
 from baton.model.config.reading import converted
+from baton.model.families.family import NEVER, Family
 from baton.protocol.errors import ConfigError
 
 RopeScaling = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]

@@ -13,9 +13,9 @@ import msgspec
 from msgspec import Meta
 
 from baton.kernels.state_layout import StateShape
-from baton.model.config.families import StateLayers
 from baton.model.config.reading import converted
 from baton.model.config.tensor_parts import LinearTensors, NormTensor, Shape, Units
+from baton.model.families.family import StateLayers
 from baton.protocol.errors import ConfigError
 
 _Positive = Annotated[int, Meta(gt=0)]

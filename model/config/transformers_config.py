@@ -17,8 +17,8 @@ from baton.model.config.decoder_config import (
     DecoderConfig,
     DecoderDtype,
 )
-from baton.model.config.families import BY_ARCHITECTURE, OTHER_HEADS
 from baton.model.config.reading import converted, read_fields
+from baton.model.families.table import BY_ARCHITECTURE, OTHER_HEADS
 from baton.protocol.config import ModelImpl
 from baton.protocol.errors import ConfigError
 

@@ -65,8 +65,9 @@ WITHIN = {
         "kernels/state_reference.py",
     ),
     "kernels/cuda": ("kernels/constants.py", "kernels/reference.py"),
-    "model/config": (),
-    "model/checkpoint": ("model/config",),
+    "model/families": (),
+    "model/config": ("model/families",),
+    "model/checkpoint": ("model/families", "model/config"),
     "model/layers": (
         "model/config",
         "model/tensor_parallel.py",

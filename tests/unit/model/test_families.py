@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from baton.model.batch_invariance.row_rule import MIN_ROWS, num_threads
-from baton.model.config.families import FAMILIES as ROWS
+from baton.model.families.table import FAMILIES as ROWS
 from baton.model.layers.decoder import Decoder
 from baton.model.runner.rank import is_batch_invariant, load_rank, plan_rank
 from baton.model.tensor_parallel import SharedMemoryRanks, SingleRank

@@ -6,7 +6,8 @@ import pytest
 from transformers import AutoConfig
 
 from baton.model.config.decoder_config import DecoderConfig, read_decoder_config
-from baton.model.config.families import ALWAYS, FAMILIES, NEVER, Family
+from baton.model.families.family import ALWAYS, NEVER, Family
+from baton.model.families.table import FAMILIES
 
 # What no folder leaves out. Sizes of latent attention and of DeepSeek's experts belong to these.
 NEEDED: dict[str, object] = {
