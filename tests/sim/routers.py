@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from baton.protocol.config import ClusterConfig, ModelConfig, NodeConfig, RouterConfig
 from baton.protocol.ids import Key, NodeId, RequestId
+from baton.protocol.messages import ResetPrefixCache
 from baton.router.core.router_core import ActiveRequest, RouterCore
 from baton.router.http.api.prepare import parse_body
 from baton.router.http.api.schema import Endpoint
@@ -119,6 +120,10 @@ class SimRouter(Member):
         """Return the requests of the client with this seed."""
         active = self.core._requests.values()
         return [one for one in active if one.lifecycle.request.sampling.seed == seed]
+
+    def forget_prefixes(self, node: SimNode) -> None:
+        """Let one node forget what it has cached."""
+        self.core._link.send(NodeId(node.name), ResetPrefixCache())
 
     def knows(self, node: SimNode) -> bool:
         """Say whether this process has joined this router, not another one of its name."""

@@ -9,6 +9,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -75,6 +76,8 @@ class World:
         seed: int,
         lanes: list[list[Fault]] | None = None,
         state_blocks: int = 0,
+        *,
+        lends: bool = True,
     ) -> None:
         self.loop, self.rng = loop, random.Random(seed)
         # What came to the simulation later has numbers of its own.
@@ -82,7 +85,7 @@ class World:
         self.state_blocks = state_blocks  # of each sequence
         self.prefix_rng = random.Random(f"prefixes {seed}")
         # Prefill nodes read what decode nodes have cached.
-        self.lends = not state_blocks and self.prefix_rng.random() < 0.7
+        self.lends = self.prefix_rng.random() < 0.7 and lends and not state_blocks
         self.least_prefix_s = self.prefix_rng.choice((0.02, 0.5, 3.0))  # that a prompt waits
         rng = self.rng
         self.network = Network(loop, rng, self.problem)
@@ -208,8 +211,9 @@ class World:
         while self.lends:
             await asyncio.sleep(self.prefix_rng.uniform(0.2, 2.0))
             node = self.prefix_rng.choice([one for one in self.nodes if one.role == "prefill"])
-            if not node.process.is_dead:
-                node.pool.reset_prefix_cache()
+            router = self.prefix_rng.choice(self.routers)
+            if router.is_up and router.knows(node):
+                router.process.call(partial(router.forget_prefixes, node))
 
     async def _feel_pulses(self) -> None:
         """Measure how long a callback waits for its turn on each router's loop."""
@@ -349,6 +353,17 @@ class World:
                 if node.num_attempts or node.num_tokens:
                     yield f"{router.name} reserves load at {node.node_id}"
 
+    @contextmanager
+    def reading_eagerly(self) -> Iterator[None]:
+        """Let nodes read a few tokens, and wait for them for as long as this world does."""
+        with (
+            mock.patch.object(policy, "MIN_READ_TOKENS", LEAST_PREFIX_TOKENS),
+            mock.patch.object(prefix_reads, "MIN_READ_TOKENS", LEAST_PREFIX_TOKENS),
+            mock.patch.object(prefix_reads, "MIN_TIMEOUT_S", self.least_prefix_s),
+            mock.patch.object(prefix_reads, "FORGET_S", 1.0),
+        ):
+            yield
+
     def wall_s(self) -> float:
         """Return the time of day, which may step back."""
         return self.loop.time() - self.stepped_back_s
@@ -360,23 +375,36 @@ class World:
                 stranger.kill()
 
 
-def simulate(seed: int, lanes: list[list[Fault]] | None = None, state_blocks: int = 0) -> Result:
-    """Run the schedule of a seed, with its own faults or with these, and collect what it leaves."""
+def simulate(
+    seed: int,
+    lanes: list[list[Fault]] | None = None,
+    state_blocks: int = 0,
+    *,
+    lends: bool = True,
+) -> Result:
+    """Run the schedule of a seed, with its own faults or with these, and collect what it leaves.
+
+    Without `lends`, no node reads a prefix that another one has cached.
+    """
     if not gc.get_freeze_count():
         gc.freeze()  # what is collected after a schedule is this schedule alone
     try:
-        return simulate_once(seed, lanes, state_blocks)
+        return simulate_once(seed, lanes, state_blocks, lends=lends)
     finally:
         gc.collect()  # here, because its coroutines would else end in the loop of the next
 
 
 def simulate_once(
-    seed: int, lanes: list[list[Fault]] | None = None, state_blocks: int = 0
+    seed: int,
+    lanes: list[list[Fault]] | None = None,
+    state_blocks: int = 0,
+    *,
+    lends: bool = True,
 ) -> Result:
     """Run a schedule in a process that runs no other."""
     loop = SimLoop()
     asyncio.set_event_loop(loop)
-    world = World(loop, seed, lanes, state_blocks)
+    world = World(loop, seed, lanes, state_blocks, lends=lends)
     try:
         with (
             mock.patch.object(secrets, "token_hex", lambda size: world.rng.randbytes(size).hex()),
@@ -384,10 +412,7 @@ def simulate_once(
             mock.patch.object(time, "time", world.wall_s),
             mock.patch.object(large_bodies, "parse_body", parse_at_a_cost),
             mock.patch.object(Worker, "run", work),
-            mock.patch.object(policy, "MIN_READ_TOKENS", LEAST_PREFIX_TOKENS),
-            mock.patch.object(prefix_reads, "MIN_READ_TOKENS", LEAST_PREFIX_TOKENS),
-            mock.patch.object(prefix_reads, "MIN_TIMEOUT_S", world.least_prefix_s),
-            mock.patch.object(prefix_reads, "FORGET_S", 1.0),
+            world.reading_eagerly(),
         ):
             loop.run_until_complete(world.run())
     finally:
