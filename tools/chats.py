@@ -1,6 +1,6 @@
 """Measure what the turns of chats cost, with and without prefixes that are read from decode nodes.
 
-Two clusters of the demo model, each of two prefill and two decode nodes, serve the same chats one
+Two clusters of a model, each of two prefill and two decode nodes, serve the same chats one
 after the other. Each turn sends the whole history and some new tokens.
 """
 
@@ -77,7 +77,7 @@ async def chat(client: aiohttp.ClientSession, url: str, seed: str, num_turns: in
 
 
 async def measure(
-    num_chats: int, num_turns: int, rounds: int
+    model: str, num_chats: int, num_turns: int, rounds: int
 ) -> dict[PrefixReads, list[list[Turn]]]:
     """Return the turns of each round, by what nodes lend."""
     found: dict[PrefixReads, list[list[Turn]]] = {kind: [] for kind in KINDS}
@@ -87,7 +87,7 @@ async def measure(
             config = ClusterConfig(
                 prefill=2,
                 decode=2,
-                model=ModelConfig(path=DEMO_MODEL, served_model_name="demo"),
+                model=ModelConfig(path=model, served_model_name="demo"),
                 cache=CacheConfig(memory_mib=400, prefix_reads=kind),
                 engine=EngineConfig(threads=1),
             )
@@ -105,6 +105,7 @@ async def measure(
 
 
 class Arguments(msgspec.Struct):
+    model: str
     chats: int
     turns: int
     rounds: int
@@ -112,11 +113,12 @@ class Arguments(msgspec.Struct):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.chats", description=__doc__)
+    parser.add_argument("--model", default=DEMO_MODEL, help="the folder of another model")
     parser.add_argument("--chats", type=int, default=32, help="at once")
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     options = msgspec.convert(vars(parser.parse_args(arguments)), Arguments)
-    found = asyncio.run(measure(options.chats, options.turns, options.rounds))
+    found = asyncio.run(measure(options.model, options.chats, options.turns, options.rounds))
     print(f"turns 2 to {options.turns}, by round: prompt tokens computed in a turn, of which")
     print(f"{NUM_NEW} are new; ms to the first token, p50; cached share of the prompt tokens")
     for kind, rounds in found.items():
