@@ -29,6 +29,7 @@ HANDOFF_TOKENS = 64
 NEAR_READ = 1 / 32
 FAR_READ = 1 / 8
 MIN_READ_TOKENS = 64  # fewer are computed, and not read from another node
+MAX_LENDERS = 8  # of those that have a hot prefix, so many are looked at
 # A decode node that was chosen because it had most of a prompt cached refuses the prompt if it
 # would have to compute more than this many times what the setting allows.
 MISPREDICTION = 2
@@ -172,36 +173,53 @@ class _PairSearch:
         for num_blocks, nodes in registry.caches.held(selection.block_keys).items():
             self._held.update(dict.fromkeys(nodes, num_blocks * size))
             self._cached.update(dict.fromkeys(nodes, min(num_blocks * size, most)))
-            if lenders := registry.lenders(nodes):
-                self._lenders, self._readable = lenders, min(num_blocks * size, most)
+            if lenders := registry.lenders(nodes, MAX_LENDERS):
+                self._lenders = lenders
+                self._readable = min(num_blocks * size, most)
 
     def prefill_candidates(self) -> list[Candidate]:
         """Return the prefill nodes that could hold the prompt if they were empty."""
         nodes = self._large_enough("prefill", self._blocks(self._selection.num_tokens, 1))
         has: Mapping[NodeId, float] = self._cached
         if self._lenders:
-            saved = 1 - (NEAR_READ if self._registry.hosts().is_one else FAR_READ)
-            has = {
-                node.node_id: self._cached.get(node.node_id, 0) + saved * self._num_read(node)
-                for node in nodes
-            }
+            has = self._with_reads(nodes)
         return self._candidates(nodes, [node.num_tokens for node in nodes], has)
+
+    def _with_reads(self, prefills: list[Node]) -> dict[NodeId, float]:
+        """Return what each node has of the prompt if tokens count that it could read."""
+        saved = 1 - (NEAR_READ if self._registry.hosts().is_one else FAR_READ)
+        computes = {one.info.compute for one in self._lenders if one.info is not None}
+        has: dict[NodeId, float] = {}
+        for node in prefills:
+            num_held = self._cached.get(node.node_id, 0)
+            num_more = self._readable - num_held
+            # Nearly always all nodes compute alike and reach each other, which is quick to see.
+            is_alike = node.info is not None and node.info.compute in computes
+            reaches_all = not (node.obstacles or node.unreachable)
+            if num_more < MIN_READ_TOKENS or not (is_alike and reaches_all):
+                num_more = self._num_read(node)
+            has[node.node_id] = num_held + saved * num_more
+        return has
 
     def _num_read(self, prefill: Node) -> int:
         """Return how many tokens that node could read from another one instead of computing."""
         num_more = self._readable - self._cached.get(prefill.node_id, 0)
-        is_worth_it = num_more >= MIN_READ_TOKENS
-        return num_more if is_worth_it and self._lender(prefill, None) is not None else 0
+        if num_more < MIN_READ_TOKENS:
+            return 0
+        return num_more if any(self._can_lend(one, prefill) for one in self._lenders) else 0
+
+    def _is_lender(self, decode: Node) -> bool:
+        """Return whether a node has as much as any other, also beyond those that are looked at."""
+        return decode.lends_prefixes and self._held.get(decode.node_id, 0) >= self._readable
+
+    def _can_lend(self, lender: Node, prefill: Node) -> bool:
+        return lender.lends_to(prefill) and self._registry.can_pair(prefill, lender)
 
     def _lender(self, prefill: Node, decode: Node | None) -> Node | None:
         """Return the node from which that one would read, if it can be, the decode node itself."""
-        usable = [
-            one
-            for one in self._lenders
-            if one.lends_to(prefill) and self._registry.can_pair(prefill, one)
-        ]
-        if decode in usable:
+        if decode is not None and self._is_lender(decode) and self._can_lend(decode, prefill):
             return decode
+        usable = [one for one in self._lenders if self._can_lend(one, prefill)]
         return min(usable, key=lambda one: (one.num_tokens, one.node_id), default=None)
 
     def local_candidates(self, least_held: int = 0) -> list[Candidate]:

@@ -6,6 +6,7 @@ back. The registry never chooses a node and never sends to one: it returns the c
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
 import msgspec
 
@@ -411,10 +412,11 @@ class Registry:
         nodes = sorted(self._lost.values(), key=lambda node: node.node_id)
         return tuple(LostNode(n.node_id, n.role, max(0.0, now_s - n.heard_s)) for n in nodes)
 
-    def lenders(self, nodes: Iterable[NodeId]) -> list[Node]:
-        """Return those of the nodes from whose caches others may read."""
-        found = [self._nodes[name] for name in nodes if name in self._nodes]
-        return [node for node in found if node.state == "ready" and node.lends_prefixes]
+    def lenders(self, nodes: Iterable[NodeId], limit: int) -> list[Node]:
+        """Return up to `limit` of the nodes from whose caches others may read."""
+        found = (self._nodes[name] for name in nodes if name in self._nodes)
+        ready = (node for node in found if node.state == "ready" and node.lends_prefixes)
+        return list(islice(ready, limit))
 
     def can_pair(self, prefill: Node, decode: Node) -> bool:
         """Return whether two nodes could exchange KV blocks, by what both have published."""
