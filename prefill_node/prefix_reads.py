@@ -78,11 +78,13 @@ class PrefixReads:
         self.costs.read(now_s, read.source, handoff.num_read_tokens, handoff.prefix_read_s)
         self._pool.counts.prefix_read_tokens += handoff.num_read_tokens
 
-    def broken(self, handoff: Handoff) -> None:
+    def broken(self, now_s: float, handoff: Handoff) -> None:
         """Compute into other blocks at once, while bytes may still land in those of the read."""
         read = handoff.read
         if read is None or handoff.is_ended or self._pool.num_free < len(read.landing):
             return  # until the read has ended
+        num_tokens = len(read.landing) * self._pool.block_size
+        self.costs.read(now_s, read.source, num_tokens, 2 * (now_s - read.began_s))
         self._draining[handoff.sequence.key] = read.landing
         self._replace(handoff.sequence, read.landing)
         self._give_up(handoff)

@@ -137,7 +137,7 @@ class PrefillScheduler:
             case KVReceived():
                 self._prefix_received(now_s, report)
             case ReceiveBroken():
-                self._reads.broken(self._handoff(report.key))
+                self._reads.broken(now_s, self._handoff(report.key))
             case ReceiveEnded():
                 self._prefix_ended(now_s, report)
             case BlocksDrained(block_ids=block_ids):

@@ -171,7 +171,7 @@ def _take_back_nothing(offers: PrefixOffers, key: Key) -> None:
     del offers._lent[key]
 
 
-def _compute_where_it_lands(reads: PrefixReads, handoff: Handoff) -> None:
+def _compute_where_it_lands(reads: PrefixReads, _now_s: float, handoff: Handoff) -> None:
     if not handoff.is_ended and handoff.read is not None:
         reads._draining[handoff.sequence.key] = []
         handoff.read = None
