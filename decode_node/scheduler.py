@@ -11,7 +11,6 @@ from typing import assert_never
 
 import msgspec
 
-from baton.decode_node.detached import Detached
 from baton.decode_node.stream import PromptLookup, Stream, fork_prompt
 from baton.decode_node.waiting_queue import PendingPrompt, WaitingQueue
 from baton.kv_transfer.interfaces import (
@@ -28,26 +27,22 @@ from baton.node.scheduling.block_pool import BlockPool
 from baton.node.scheduling.checkpoints import StepCopies
 from baton.node.scheduling.plan import Slice, StepPlan, StepResult
 from baton.node.scheduling.prefix_reads import PrefixOffers
-from baton.node.scheduling.requests import NO_ROUTER, ByRequest, Choices, Origin, Outputs
+from baton.node.scheduling.requests import ByRequest, Choices, Origin, Outputs
 from baton.node.scheduling.scheduler import NodeLimits, load_of, problem_of
 from baton.node.scheduling.sequence import no_token
 from baton.protocol.codec import MalformedMessage
-from baton.protocol.errors import Failure, InvariantBroken, TransferError, taken_over
+from baton.protocol.errors import Failure, InvariantBroken, NodeError, TransferError
 from baton.protocol.ids import Key
 from baton.protocol.messages import (
-    Attach,
     CancelDone,
     Decode,
     Failed,
-    FinishReason,
     FirstToken,
-    Keep,
     Load,
     Offered,
     Prefill,
     PromptLogprobs,
     StageTimes,
-    TokenEntry,
     TokenLogprobs,
 )
 
@@ -63,7 +58,6 @@ class DecodeScheduler:
         self._by_request: ByRequest[Stream] = ByRequest()  # the same
         self._num_running: Counter[Key] = Counter()  # by the message that asked for them
         self._leaving: dict[Key, Stream] = {}  # ended, but still part of a launched step
-        self._detached = Detached(limits.detached_s, self.queue, self._by_request, self._leave)
         self._prefixes = PrefixOffers(pool, self.outputs)
         self._step_id = 0
         self._num_launched = 0  # steps
@@ -76,38 +70,30 @@ class DecodeScheduler:
             error = problem or MalformedMessage("a decode node was sent a Prefill")
             self.outputs.send(origin, Failed(message.key, error.to_failure()))
             return
-        if not self._detached.owners.accepts(message.key):
-            self.outputs.send(origin, Failed(message.key, taken_over()))
-            return
-        self._supersede(origin, Choices.of(message))
+        self._supersede(Choices.of(message))
         self.queue.add(now_s, origin, message)
 
     def cancel(self, origin: Origin, keys: tuple[Key, ...]) -> None:
-        # A router that was away may cancel a request that another router has since taken over.
         for request_id in dict.fromkeys(key.request_id for key in keys):
             for prompt in self.queue.of(request_id):
-                if origin not in (prompt.origin, prompt.left_by):
-                    continue
-                named = {key.choice for key in keys if key in prompt.choices.keys}
-                self._detached.keep_prompt(prompt, named)  # its client may come back
                 if prompt.choices.cancel(keys):
                     self.queue.end(prompt)
         for key in keys:
             stream = self._running.get(key)
-            if stream is not None and origin in (stream.origin, stream.left_by):
+            if stream is not None:
                 self._leave(stream)
         self.outputs.send(origin, CancelDone(keys))
 
     def forget(self, origin: Origin) -> None:
-        self._detached.forget(origin, list(self._running.values()))
-
-    def attach(self, now_s: float, origin: Origin, message: Attach) -> None:
-        self._detached.expire(now_s)
-        self._detached.attach(now_s, origin, message)
-
-    def keep(self, now_s: float, message: Keep) -> None:
-        self._detached.expire(now_s)
-        self._detached.keep(message)
+        # To the router, which prefill may still reach, this must look like a lost node and not like
+        # a cancel.
+        lost = NodeError("the decode node lost the channel to its router").to_failure()
+        for prompt in list(self.queue.pending.values()):
+            if prompt.origin == origin and not prompt.is_ended:
+                self.queue.end(prompt, lost)
+        for stream in list(self._running.values()):
+            if stream.origin == origin:
+                self._leave(stream)
 
     def on_report(self, now_s: float, report: ConnectorReport) -> None:
         match report:
@@ -116,9 +102,6 @@ class DecodeScheduler:
             case KVReceived():
                 self._received(now_s, report)
             case ReceiveEnded():
-                prompt = self.queue.pending[report.key]
-                if prompt.origin == NO_ROUTER:
-                    self._detached.keep_prompt(prompt, prompt.choices.live)
                 self.queue.receive_ended(report)
             case BlocksDrained(block_ids=block_ids):
                 self.pool.readmit(block_ids)
@@ -136,7 +119,6 @@ class DecodeScheduler:
     # --- steps ---------------------------------------------------------------------------------
 
     def plan(self, now_s: float) -> StepPlan | None:
-        self._detached.expire(now_s)
         if self._num_launched and self._has_guesses:
             return None  # all take the next step together, once the tokens before it are known
         num_slots = self.limits.max_num_seqs
@@ -200,10 +182,6 @@ class DecodeScheduler:
             found.setdefault(one.origin, []).extend(one.keys)
         return found
 
-    @property
-    def has_unseen(self) -> bool:
-        return self._detached.ended.has_unseen
-
     # --- inside --------------------------------------------------------------------------------
 
     def _uses(self, choices: Choices) -> bool:
@@ -212,23 +190,14 @@ class DecodeScheduler:
         pending = self.queue.of(choices.key.request_id)
         return any(prompt.choices.overlaps(choices) for prompt in pending)
 
-    def _supersede(self, origin: Origin, newer: Choices) -> None:
-        """End lower attempts, and tell a router from which the request is taken.
-
-        Otherwise that router's client would wait for tokens that never come.
-        """
-        mine = (origin, NO_ROUTER)
+    def _supersede(self, newer: Choices) -> None:
+        """End lower attempts at the same choices."""
         for prompt in self.queue.of(newer.key.request_id):
-            if prompt.origin not in mine and not prompt.is_ended:
-                self.queue.refuse(prompt, taken_over())
-            elif prompt.choices.supersede(newer):
+            if prompt.choices.supersede(newer):
                 self.queue.end(prompt)
         for stream in self._by_request.of(newer.key.request_id):
             key = stream.sequence.key
-            if stream.origin not in mine:
-                self.outputs.send(stream.origin, Failed(key, taken_over()))
-                self._leave(stream)
-            elif any(key.is_superseded_by(other) for other in newer.keys):
+            if any(key.is_superseded_by(other) for other in newer.keys):
                 self._leave(stream)
 
     def _decode_slices(self, num_slots: int) -> list[Slice]:
@@ -329,7 +298,7 @@ class DecodeScheduler:
             stream.times = _with_first_step(stream.times, stream.joined_s, result)
         self.outputs.emit(stream.origin, stream.entry(reason))
         if reason is not None:
-            self._leave(stream, reason)
+            self._leave(stream)
 
     def _settle_prompt(
         self,
@@ -361,7 +330,7 @@ class DecodeScheduler:
             first = firsts[stream.sequence.key.choice - prompt.key.choice]
             self.outputs.emit(stream.origin, stream.entry(first.finish_reason))
             if first.finish_reason is not None:
-                self._leave(stream, first.finish_reason)
+                self._leave(stream)
 
     def _received(self, now_s: float, report: KVReceived) -> None:
         prompt = self.queue.pending[report.key]
@@ -384,7 +353,7 @@ class DecodeScheduler:
         for stream in self._join(now_s, prompt, report.tokens, times, every=False):
             if not stream.wants_step:  # prefill may accept longer sequences than this node
                 self.outputs.emit(stream.origin, stream.entry("length"))
-                self._leave(stream, "length")
+                self._leave(stream)
 
     def _fit(self, tokens: tuple[FirstToken, ...], choices: Choices) -> bool:
         """Return whether a peer's first tokens are valid, before they reach a step."""
@@ -407,10 +376,6 @@ class DecodeScheduler:
             for choice, first in zip(prompt.choices.every, firsts, strict=True)
             if choice in prompt.choices.live and (every or first.finish_reason is None)
         }
-        for choice, first in zip(prompt.choices.every, firsts, strict=True):
-            if choice not in live:
-                self._detached.keep_first(prompt, choice, first)
-                self._send_first(prompt, choice, first)
         sequences, copies = fork_prompt(self.pool, prompt.sequence, prompt.tails, live)
         self._copies.add(copies)
         streams: list[Stream] = []
@@ -418,17 +383,7 @@ class DecodeScheduler:
             limit = sequence.num_prompt_tokens + sequence.sampling.max_tokens
             limit = min(limit, self.limits.max_model_len)
             position = sequence.num_computed_tokens
-            stream = Stream(
-                sequence,
-                prompt.key,
-                prompt.origin,
-                position,
-                limit,
-                now_s,
-                times,
-                prompt.message.kept,
-                prompt.left_by,
-            )
+            stream = Stream(sequence, prompt.key, prompt.origin, position, limit, now_s, times)
             first = firsts[sequence.key.choice - prompt.key.choice]
             stream.logprobs += () if first.logprobs is None else (first.logprobs,)
             may_guess = self.limits.num_speculative_tokens and not self.pool.state_blocks
@@ -440,18 +395,9 @@ class DecodeScheduler:
             streams.append(stream)
         return streams
 
-    def _send_first(self, prompt: PendingPrompt, choice: int, first: FirstToken) -> None:
-        """Send a router that took over the prompt what prefill sent to the router before it."""
-        if prompt.is_adopted and choice in prompt.choices.live:
-            key = prompt.key.of_choice(choice)
-            position = prompt.sequence.num_tokens
-            entry = TokenEntry(key, position, [first.token_id], first.finish_reason)
-            self.outputs.emit(prompt.origin, entry)
-
-    def _leave(self, stream: Stream, reason: FinishReason | None = None) -> None:
+    def _leave(self, stream: Stream) -> None:
         """Remove a stream from the batch. Its blocks follow when no launched step needs them."""
         stream.is_ended = True
-        self._detached.keep_stream(stream, reason)
         key = stream.sequence.key
         del self._running[key]
         self._by_request.remove(key)

@@ -9,14 +9,12 @@ from array import array
 from dataclasses import dataclass
 
 from baton.node.scheduling.block_pool import BlockPool
-from baton.node.scheduling.requests import NO_ROUTER, Origin
+from baton.node.scheduling.requests import Origin
 from baton.node.scheduling.scheduler import NodeLimits
 from baton.node.scheduling.sequence import Sequence
 from baton.protocol.ids import Key
 from baton.protocol.messages import (
     FinishReason,
-    HeldChoice,
-    ResumeState,
     StageTimes,
     TokenEntry,
     TokenLogprobs,
@@ -82,8 +80,6 @@ class Stream:
     limit: int  # no token stands at this position or beyond
     joined_s: float
     times: StageTimes | None  # until they are sent with the first entry
-    kept: ResumeState | None = None  # for another router, if this one is lost
-    left_by: Origin = NO_ROUTER  # the lost router, while no other router has the stream
     is_ended: bool = False
     logprobs: tuple[TokenLogprobs, ...] = ()  # of the tokens that are not yet sent
     lookup: PromptLookup | None = None
@@ -121,19 +117,6 @@ class Stream:
         self.times = None
         self.logprobs = ()
         return entry
-
-    def detach(self) -> None:
-        """Continue without a router."""
-        self.origin, self.left_by = NO_ROUTER, self.origin
-
-    def attach(self, origin: Origin) -> HeldChoice:
-        """Send all further tokens to another router. Return the tokens so far."""
-        sequence = self.sequence
-        self.origin = origin
-        self.left_by = NO_ROUTER
-        self.next_position = sequence.num_tokens
-        output = sequence.token_ids[sequence.num_prompt_tokens :]
-        return HeldChoice(sequence.key, output, is_running=True)
 
 
 def fork_prompt(

@@ -12,13 +12,13 @@ from itertools import islice
 from baton.kv_transfer.interfaces import Abandon, BeginReceive, Expect, ReceiveEnded
 from baton.node.scheduling.block_pool import BlockPool
 from baton.node.scheduling.checkpoints import StepCopies, num_reusable_tokens, reserve
-from baton.node.scheduling.requests import NO_ROUTER, ByRequest, Choices, Origin, Outputs
+from baton.node.scheduling.requests import ByRequest, Choices, Origin, Outputs
 from baton.node.scheduling.scheduler import NodeLimits
 from baton.node.scheduling.sequence import Sequence
 from baton.protocol.blocks import blocks_needed
 from baton.protocol.errors import Cancelled, Failure, Overloaded, RequestError, TransferError
 from baton.protocol.ids import Key, RequestId
-from baton.protocol.messages import NOT_CACHED, Accepted, Decode, Failed, HeldChoice, Offered
+from baton.protocol.messages import NOT_CACHED, Accepted, Decode, Failed, Offered
 
 MAX_PASSED_S = 1.0
 # The number of requests behind the head of the queue that one step considers.
@@ -38,8 +38,6 @@ class PendingPrompt:
     reserved_s: float | None = None  # when it got its blocks
     num_cached_tokens: int = 0
     tails: list[int] = field(default_factory=list)
-    left_by: Origin = NO_ROUTER  # the lost router, while no other router has the prompt
-    is_adopted: bool = False  # whether its router has taken it over, with a leg for each choice
     is_ended: bool = False  # cancelled or refused; blocks follow when no step or read needs them
 
     @property
@@ -48,26 +46,11 @@ class PendingPrompt:
 
     @property
     def keys(self) -> list[Key]:
-        """Return the keys of its router's legs for this prompt."""
-        if not self.is_adopted:
-            return [self.key]
-        return [self.key.of_choice(choice) for choice in sorted(self.choices.live)]
+        return [self.key]
 
     @property
     def is_local(self) -> bool:
         return self.message.prefill_node is None
-
-    def detach(self) -> None:
-        """Continue without a router."""
-        self.origin, self.left_by = NO_ROUTER, self.origin
-
-    def attach(self, origin: Origin) -> list[HeldChoice]:
-        """Give the choices to another router, which gets a leg for each."""
-        self.origin = origin
-        self.left_by = NO_ROUTER
-        self.is_adopted = True
-        output = self.message.token_ids[self.message.num_prompt_tokens :]
-        return [HeldChoice(key, output, is_running=True) for key in self.keys]
 
 
 class WaitingQueue:
@@ -186,8 +169,7 @@ class WaitingQueue:
     # --- inside --------------------------------------------------------------------------------
 
     def _send_failed(self, prompt: PendingPrompt, failure: Failure) -> None:
-        for key in prompt.keys:
-            self.outputs.send(prompt.origin, Failed(key, failure))
+        self.outputs.send(prompt.origin, Failed(prompt.key, failure))
 
     def _enqueue(self, now_s: float, prompt: PendingPrompt) -> None:
         prompt.queued_s = now_s

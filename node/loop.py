@@ -29,14 +29,12 @@ from baton.node.sockets import EngineSockets, FromRouter, LinkEvent, RouterLost
 from baton.protocol.codec import Unreadable
 from baton.protocol.errors import Failure, InvariantBroken, NodeError
 from baton.protocol.messages import (
-    Attach,
     Cancel,
     Decode,
     Drain,
     DrainState,
     Failed,
     InProgress,
-    Keep,
     ListAdapters,
     LoadAdapter,
     Peers,
@@ -167,11 +165,11 @@ class EngineLoop:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether nothing runs or waits here, and no peer or client may come for more."""
+        """Return whether nothing runs or waits here, and no peer may come for more."""
         load = self.scheduler.load()
         has_all_blocks = load.free_blocks + load.quarantined_blocks == load.total_blocks
         is_busy = load.num_running or load.num_waiting or self._launched
-        return has_all_blocks and not is_busy and not self.scheduler.has_unseen
+        return has_all_blocks and not is_busy
 
     def _handle(self, now_s: float, event: LinkEvent) -> None:
         match event:
@@ -199,10 +197,6 @@ class EngineLoop:
                 self.scheduler.cancel(origin, keys)
             case Peers(nodes=nodes):
                 self._events.append(PeersChanged(nodes))
-            case Attach():
-                self.scheduler.attach(now_s, origin, message)
-            case Keep():
-                self.scheduler.keep(now_s, message)
             case Drain():
                 self.is_asked_to_drain = True
             case DrainState():  # routers alone get it

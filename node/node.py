@@ -165,7 +165,6 @@ class EngineNode:
             info.max_model_len,
             info.eos_token_ids,
             info.vocab_size,
-            self.config.node.detached_s,
             self.config.engine.num_speculative_tokens,
             self.config.engine.prompt_lookup_max,
             self.config.engine.prompt_lookup_min,

@@ -28,7 +28,7 @@ from baton.node.scheduling.block_pool import PoolCounts
 from baton.node.scheduling.plan import StepPlan, StepResult
 from baton.protocol.config import LogConfig
 from baton.protocol.errors import Cancelled
-from baton.protocol.ids import Key, NodeId, shown_id
+from baton.protocol.ids import Key, NodeId
 from baton.protocol.messages import Load, Totals
 from baton.runtime.clock import Clock, boottime
 from baton.runtime.log import logger
@@ -156,7 +156,7 @@ class NodeObserver:
             what = "broke off" if isinstance(report, OfferBroken) else "failed"
             log.warning(
                 f"a handoff {what}",
-                request=shown_id(key.request_id),
+                request=key.request_id,
                 attempt=key.attempt,
                 code=failure.code,
                 reason=failure.message,
@@ -281,8 +281,7 @@ def folder_for_dumps(chosen: str) -> Path:
 
 def _num_tokens(event: msgspec.Struct) -> int:
     message = getattr(event, "message", None)
-    prompt = getattr(message, "prompt_token_ids", ())  # of `Keep`
-    return len(getattr(message, "token_ids", prompt))
+    return len(getattr(message, "token_ids", ()))
 
 
 class _Line(msgspec.Struct, frozen=True):

@@ -36,11 +36,9 @@ from baton.protocol.errors import (
     InvariantBroken,
     NodeError,
     RequestError,
-    taken_over,
 )
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.messages import (
-    Attach,
     BlockRange,
     CancelDone,
     Decode,
@@ -48,9 +46,7 @@ from baton.protocol.messages import (
     Failed,
     FirstToken,
     FirstTokens,
-    Keep,
     Load,
-    NotAttached,
     Offered,
     Pooled,
     Prefill,
@@ -82,16 +78,7 @@ class PrefillScheduler:
             return
         handoff = Handoff.of(message, origin, now_s)
         for lower in self._live_of(message.key.request_id):
-            if (
-                lower.origin not in (origin, NO_ROUTER)
-                and lower.sequence.key.attempt < message.key.attempt
-            ):
-                # The other router loses the whole request and would not learn it otherwise. If it
-                # has the first tokens, decode tells it.
-                if lower.sequence.key not in self._holding:
-                    self.outputs.send(lower.origin, Failed(lower.sequence.key, taken_over()))
-                self._end(lower, taken_over())
-            elif lower.choices.supersede(handoff.choices):
+            if lower.choices.supersede(handoff.choices):
                 self._end(lower, Cancelled("a newer attempt replaced it").to_failure())
         num_needed = self.pool.blocks_for(handoff.sequence.num_tokens) + self.pool.state_blocks
         if num_needed > self.pool.num_blocks:
@@ -119,14 +106,6 @@ class PrefillScheduler:
         for handoff in self._holding.values():
             if handoff.origin == origin:
                 handoff.origin = NO_ROUTER
-
-    def attach(self, now_s: float, origin: Origin, message: Attach) -> None:
-        # Requests on prefill nodes end with their router. Decode has the tokens to begin them
-        # again.
-        self.outputs.send(origin, NotAttached(message.request_id))
-
-    def keep(self, now_s: float, message: Keep) -> None:
-        pass  # decode nodes keep tokens
 
     def on_report(self, now_s: float, report: ConnectorReport) -> None:
         match report:

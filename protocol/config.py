@@ -511,10 +511,6 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "ports from this one on"
         ),
     ] = ""
-    detached_s: Annotated[
-        float,
-        about("how long a node keeps a stream whose router is gone; 0 keeps none", "s", ge=0),
-    ] = 30.0
     start_timeout_s: Annotated[
         float, about("how long the start of a node may make no progress; then it exits", "s", gt=0)
     ] = 120.0

@@ -114,12 +114,3 @@ def from_failure(failure: Failure) -> BatonError:
         http_status=failure.http_status,
         retry_after_s=failure.retry_after_s,
     )
-
-
-TAKEN_OVER = "stream_taken_over"
-
-
-def taken_over() -> Failure:
-    """Return the failure of a stream whose client goes on with it over another connection."""
-    text = "this stream goes on over another connection of its client"
-    return RequestError(text, code=TAKEN_OVER, http_status=409).to_failure()

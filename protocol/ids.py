@@ -5,7 +5,6 @@ that choose the same name cannot collide in a node's tables. Decoding refuses a 
 of range, so that no number from outside can overflow an array, a clock or an allocation.
 """
 
-import hashlib
 from typing import Annotated, NewType
 
 import msgspec
@@ -15,7 +14,6 @@ MAX_COUNT = (1 << 31) - 1
 MAX_GENERATION = (1 << 32) - 1
 MAX_BLOCKS = 1 << 24  # in one pool: a reader lists all blocks of a peer's pool
 MAX_BYTES = 1 << 62
-MAX_FORM_BYTES = 32 * 1024  # in the form of a response, which a node keeps beside its tokens
 MAX_KEYS = 4096  # in one message about blocks that were cached or given up
 
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]  # tokens, positions, token ids, sequences
@@ -33,14 +31,6 @@ RequestId = NewType("RequestId", str)
 NodeId = NewType("NodeId", str)
 # An epoch is random per process start. The same node id with another epoch is another process.
 Epoch = NewType("Epoch", str)
-# A router that takes a request over counts its attempts from the next multiple of this number, so
-# the attempts of all earlier routers of the request have lower numbers.
-ATTEMPTS_PER_ROUTER = 1 << 16
-
-
-def shown_id(request_id: RequestId) -> str:
-    """Return how logs name a request, because a client that knows its id can take the stream."""
-    return hashlib.blake2b(request_id.encode(errors="surrogatepass"), digest_size=4).hexdigest()
 
 
 class Key(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
@@ -54,11 +44,6 @@ class Key(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
     choice: Count = 0
     attempt: Count = 0
 
-    @property
-    def nth_attempt(self) -> int:
-        """Return how many attempts the router that made this one had counted before it."""
-        return self.attempt % ATTEMPTS_PER_ROUTER
-
     def of_choice(self, choice: int) -> "Key":
         return Key(self.request_id, choice, self.attempt)
 
@@ -70,7 +55,7 @@ class Key(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
         )
 
     def __str__(self) -> str:
-        return f"{shown_id(self.request_id)}/{self.choice}.{self.attempt}"
+        return f"{self.request_id}/{self.choice}.{self.attempt}"
 
     def __repr__(self) -> str:
         return f"Key({self})"

@@ -14,7 +14,6 @@ from baton.protocol.adapters import MAX_ENTRIES, MAX_NAME, MAX_PATH, AdapterEntr
 from baton.protocol.blocks import HASH_BYTES, KEY_BYTES
 from baton.protocol.errors import Failure
 from baton.protocol.ids import (
-    MAX_FORM_BYTES,
     MAX_KEYS,
     BlockCount,
     BlockId,
@@ -25,7 +24,6 @@ from baton.protocol.ids import (
     Key,
     NodeId,
     NumBytes,
-    RequestId,
     Total,
 )
 from baton.protocol.pooling import ModelTasks
@@ -129,14 +127,6 @@ class NodeInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     facts: NodeFacts = NodeFacts()
 
 
-class ResumeState(msgspec.Struct, frozen=True):
-    """What another router needs to continue a request. A node keeps it and does not read it."""
-
-    form: Annotated[bytes, Meta(max_length=MAX_FORM_BYTES)]  # the form of the response
-    owner: Annotated[bytes, Meta(max_length=64)]  # the client, which alone may resume the request
-    num_choices: Count  # of the whole request
-
-
 # --- router to node ---------------------------------------------------------------------------
 
 
@@ -179,7 +169,6 @@ class Decode(Message, frozen=True):
     sampling: Sampling
     num_choices: Count = 1
     prefill_node: NodeId | None = None
-    kept: ResumeState | None = None  # set for a stream that its client can resume
     max_uncached_tokens: Count | None = None  # None means no limit
 
 
@@ -239,37 +228,6 @@ class ListAdapters(Message, frozen=True):
     entries: AdapterEntries
 
 
-class Attach(Message, frozen=True):
-    """Asks a node for a request, for its owner. `Attached` or `NotAttached` answers.
-
-    A router that still has the request loses it, and gets `Failed` with `stream_taken_over`.
-    """
-
-    request_id: RequestId
-    owner: bytes
-
-
-class HeldChoice(msgspec.Struct, frozen=True, array_like=True):
-    """One choice of a request, and all of its output so far."""
-
-    key: Key
-    token_ids: list[Count]
-    finish_reason: FinishReason | None = None
-    is_running: bool = False  # more tokens follow, to the router that attached
-
-
-class Keep(Message, frozen=True):
-    """Gives a node what no node has of a request whose router ends, for a client that comes back.
-
-    These choices waited for a node. They can be continued from their tokens.
-    """
-
-    kept: ResumeState
-    prompt_token_ids: list[Count]
-    sampling: Sampling
-    choices: tuple[HeldChoice, ...]
-
-
 class DrainState(Message, frozen=True):
     """The reply to `DrainNode`, for the operator's command."""
 
@@ -285,11 +243,9 @@ ToNode = (
     | Decode
     | Cancel
     | Refused
-    | Attach
     | Drain
     | DrainState
     | WatchCache
-    | Keep
     | ResetPrefixCache
     | Profile
     | LoadAdapter
@@ -500,29 +456,6 @@ class Crashed(Message, frozen=True):
     failure: Failure
 
 
-class Attached(Message, frozen=True):
-    """What this node holds of a request. From now on the request belongs to the router that asked.
-
-    A choice that neither runs nor has a finish reason can be continued from its tokens.
-    """
-
-    request_id: RequestId
-    form: bytes
-    num_choices: Count  # of the whole request; other nodes may hold the others
-    prompt_token_ids: list[Count]
-    sampling: Sampling
-    choices: tuple[HeldChoice, ...]
-    first_attempt: Count = 0  # the first that the new router may make; the node refuses lower ones
-    # Choices whose prompt is on its way from prefill; their client may already have the next token.
-    landing: tuple[Count, ...] = ()
-
-
-class NotAttached(Message, frozen=True):
-    """This node holds nothing of that request for this owner."""
-
-    request_id: RequestId
-
-
 class AdapterLoaded(Message, frozen=True):
     """The node has loaded an adapter, or cannot."""
 
@@ -563,8 +496,6 @@ ToRouter = (
     | CancelDone
     | Crashed
     | InProgress
-    | Attached
-    | NotAttached
     | DrainNode
     | CacheChanges
     | PromptLogprobs

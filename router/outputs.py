@@ -180,7 +180,7 @@ class RequestMetrics:
 
     def begin_attempt(self, key: Key, num_choices: int, at_s: float) -> None:
         """Record that an attempt began to wait for nodes. Times count from the arrival."""
-        self.attempts.append(AttemptRecord(key.choice, num_choices, key.nth_attempt, at_s))
+        self.attempts.append(AttemptRecord(key.choice, num_choices, key.attempt, at_s))
         if len(self.attempts) > MAX_ATTEMPTS_KEPT:
             del self.attempts[1]
 
@@ -192,7 +192,7 @@ class RequestMetrics:
             record.decode_node = decode
         if self.num_attempts == 0:
             self.router_queue_s = at_s
-        self.num_attempts = max(self.num_attempts, key.nth_attempt + 1)
+        self.num_attempts = max(self.num_attempts, key.attempt + 1)
 
     def lost(self, key: Key, at_s: float, failure: Failure) -> None:
         """Record that an attempt was lost."""
@@ -229,7 +229,7 @@ class RequestMetrics:
         self.resumed = self.resumed or is_resume
 
     def _record_of(self, key: Key) -> AttemptRecord | None:
-        wanted = key.choice, key.nth_attempt
+        wanted = key.choice, key.attempt
         records = reversed(self.attempts)
         return next((one for one in records if (one.choice, one.number) == wanted), None)
 

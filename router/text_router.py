@@ -5,7 +5,7 @@ nodes dial in on their own. It never loads torch.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -13,8 +13,7 @@ import msgspec
 
 from baton.protocol.blocks import BlockHash, BlockKey, prompt_keys
 from baton.protocol.config import ClusterConfig
-from baton.protocol.errors import ConfigError, NodeError, RequestError
-from baton.protocol.messages import ResumeState
+from baton.protocol.errors import ConfigError, RequestError
 from baton.protocol.pooling import Pooling
 from baton.protocol.sampling import SamplingParams
 from baton.router.core.admission import (
@@ -24,7 +23,7 @@ from baton.router.core.admission import (
     check_vocabulary,
 )
 from baton.router.core.health import Health, ServedModel
-from baton.router.core.reattach import Claim, FoundRequest
+from baton.router.core.received import ReceivedPart
 from baton.router.core.request import NO_CALLER, Caller
 from baton.router.core.router_core import RouterCore
 from baton.router.core.stream import RequestStream
@@ -35,7 +34,6 @@ from baton.runtime.log import logger
 
 log = logger("router")
 
-ReadForm = Callable[[bytes], tuple[SamplingParams, Parsing | None]]
 # The blocks of a prompt up to this length are hashed in a fraction of a millisecond.
 MAX_HASHED_ON_LOOP = 4096
 _POOLED = SamplingParams(max_tokens=1, seed=0)  # of prompts of which no tokens are wanted
@@ -90,26 +88,25 @@ class TextRouter:
         prompt: str | list[int],
         params: SamplingParams,
         request_id: str | None = None,
-        kept: ResumeState | None = None,
         parsing: Parsing | None = None,
         caller: Caller = NO_CALLER,
+        received: Sequence[ReceivedPart] = (),
     ) -> RequestStream:
         """Check, tokenize and queue a request. Raises `RequestError` or `Overloaded`.
 
         The caller must wait for the end of the stream or `close` it. The outputs have `request_id`,
-        which is the caller's name for the request or, by default, the router's. With `kept`, a
-        client that knows the id can resume the stream (`reattach`). `parsing` says what the outputs
-        have apart from their text.
+        which is the caller's name for the request or, by default, the router's. `parsing` says
+        what the outputs have apart from their text, and `received` what the client has of each
+        choice: the outputs go on from there.
         """
         limits = self.core.limits()
         max_tokens = limits.max_model_len - 1
         if isinstance(prompt, str):
-            text = prompt
             token_ids = await self._text.encode(prompt, max_tokens=max_tokens)
         elif len(prompt) > max_tokens:
             raise too_long(max_tokens)
         else:
-            text, token_ids = None, list(prompt)  # the caller may change its own object
+            token_ids = list(prompt)  # the caller may change its own object
         check_prompt(token_ids, limits.vocab_size, limits.max_model_len)
         is_computed_whole = params.prompt_logprobs is not None
         is_cached = self._is_cache_aware and not is_computed_whole
@@ -123,10 +120,10 @@ class TextRouter:
             self._text.detokenizer(token_ids, params, i, parsing) for i in range(params.n)
         ]
         spell = partial(self._text.spell, params.skip_special_tokens)
-        stream = RequestStream(request_id or "", text, token_ids, params, detokenizers, spell)
+        name = request_id or self.core.new_id()
+        stream = RequestStream(name, token_ids, params, detokenizers, spell, received)
         check_num_logprobs(stream.num_prompt_logprobs)
-        minted = self.core.submit(stream, kept, keys, rules, caller.tenant)
-        stream.request_id = request_id or minted
+        self.core.submit(stream, keys, rules, caller.tenant)
         return stream
 
     async def pool(
@@ -145,9 +142,8 @@ class TextRouter:
         # Of other kinds, all rows are computed, whatever is cached.
         is_cached = self._is_cache_aware and pooling in ("last", "classify")
         keys = await self._keys_of(token_ids, caller.scope.root) if is_cached else ()
-        stream = RequestStream(request_id or "", None, token_ids, _POOLED, ())
-        minted = self.core.submit(stream, None, keys, rules, caller.tenant)
-        stream.request_id = request_id or minted
+        stream = RequestStream(request_id or self.core.new_id(), token_ids, _POOLED, ())
+        self.core.submit(stream, keys, rules, caller.tenant)
         return stream
 
     @property
@@ -181,28 +177,6 @@ class TextRouter:
         if len(token_ids) <= MAX_HASHED_ON_LOOP:
             return prompt_keys(token_ids, block_size, root)
         return await asyncio.to_thread(prompt_keys, token_ids, block_size, root)
-
-    async def reattach(self, claim: Claim, read_form: ReadForm) -> RequestStream:
-        """Take over a stream whose router is gone. Raises `RequestError` if no node holds it.
-
-        `read_form` reads what the nodes kept of the stream.
-        """
-
-        def accept(found: FoundRequest) -> RequestStream:
-            attached = found.attached
-            (params, parsing), prompt = read_form(attached.form), attached.prompt_token_ids
-            if params.n != attached.num_choices:
-                raise NodeError("a node holds a stream whose parts do not match")
-            detokenizers = [
-                self._text.detokenizer(prompt, params, i, parsing) for i in range(params.n)
-            ]
-            stream = RequestStream(claim.request_id, None, prompt, params, detokenizers)
-            limit = attached.sampling.max_tokens
-            if params.max_tokens is not None and limit < params.max_tokens:
-                stream.metrics.max_tokens_clamped = limit
-            return stream
-
-        return await self.core.reattach(claim, accept)
 
     def close(self) -> None:
         """End every request and the connections to all nodes. It may be called again."""

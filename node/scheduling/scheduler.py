@@ -18,7 +18,7 @@ from baton.protocol.adapters import shown_lora
 from baton.protocol.codec import MalformedMessage
 from baton.protocol.errors import BatonError, RequestError
 from baton.protocol.ids import Key
-from baton.protocol.messages import Attach, Decode, Keep, Load, Prefill
+from baton.protocol.messages import Decode, Load, Prefill
 from baton.protocol.pooling import ModelTasks
 from baton.protocol.sampling import MAX_CHOICES
 
@@ -31,7 +31,6 @@ class NodeLimits(msgspec.Struct, frozen=True):
     max_model_len: int
     eos_token_ids: tuple[int, ...] = ()
     vocab_size: int = 1 << 31  # token ids are below this
-    detached_s: float = 0.0  # how long a stream whose router is gone waits for another one
     num_speculative_tokens: int = 0  # at most, in a decode step of one sequence
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
@@ -118,15 +117,7 @@ class Scheduler(Protocol):
         ...
 
     def forget(self, origin: Origin) -> None:
-        """End the requests of a router that is gone, except streams that another one may resume."""
-        ...
-
-    def attach(self, now_s: float, origin: Origin, message: Attach) -> None:
-        """Give a router a request whose router is gone, or answer `NotAttached`."""
-        ...
-
-    def keep(self, now_s: float, message: Keep) -> None:
-        """Keep tokens of a router that ends, for the client that comes back, if this can."""
+        """End the requests of a router that is gone."""
         ...
 
     def on_report(self, now_s: float, report: ConnectorReport) -> None: ...
@@ -136,11 +127,6 @@ class Scheduler(Protocol):
         ...
 
     def settle(self, now_s: float, plan: StepPlan, result: StepResult) -> None: ...
-
-    @property
-    def has_unseen(self) -> bool:
-        """Return whether it keeps the end of a stream that no router has heard of."""
-        ...
 
     def in_progress(self) -> dict[Origin, list[Key]]:
         """Return the sequences that wait for nothing but this node, by router."""

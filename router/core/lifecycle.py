@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import assert_never
 
 from baton.protocol.adapters import is_of_run_time
-from baton.protocol.errors import TAKEN_OVER, Cancelled, Failure, NodeError
+from baton.protocol.errors import Cancelled, Failure, NodeError
 from baton.protocol.ids import Key, NodeId
 from baton.protocol.messages import (
     NOT_CACHED,
@@ -23,7 +23,6 @@ from baton.protocol.messages import (
     Failed,
     FinishReason,
     FirstTokens,
-    HeldChoice,
     InProgress,
     Pooled,
     PromptLogprobs,
@@ -34,7 +33,6 @@ from baton.protocol.messages import (
 from baton.router.core.request import (
     AVOID_S,
     PAUSE_S,
-    Adopted,
     Attempt,
     AttemptState,
     Begun,
@@ -73,9 +71,6 @@ SILENCE_DEADLINE_S = 30.0
 # A request is refused after this many processes died of an error in one of its steps.
 MAX_CRASHES = 2
 NO_NODE = NodeId("")  # stands for the router itself as the sender of an event
-
-# The failure of a choice that no node has kept for a returning client.
-NOT_KEPT = NodeError("no node holds this choice any more").to_failure()
 
 
 class Lifecycle:
@@ -144,8 +139,6 @@ class Lifecycle:
                         one.heard_s = now_s
             case Begun():
                 self._open_attempt(self.choices)
-            case Adopted():
-                self._on_adopted(event)
             case NodesSelected():
                 self._on_selected(event)
             case NodesNotSelected(key=key, failure=failure):
@@ -174,44 +167,6 @@ class Lifecycle:
         """Return when nodes last made progress with the attempt that has waited the longest."""
         live = (one.heard_s for one in self._attempts if one.state is AttemptState.LIVE)
         return min(live, default=None)
-
-    @property
-    def waiting_choices(self) -> tuple[HeldChoice, ...]:
-        """Return the unfinished choices that no node has, with their tokens."""
-        return tuple(
-            HeldChoice(Key(self.request.request_id, one.index, one.number), one.output)
-            for one in self.choices
-            if one.attempt is not None and one.attempt.state is AttemptState.WAITING
-        )
-
-    def _on_adopted(self, adopted: Adopted) -> None:
-        """Deliver the tokens that the caller lacks, and continue where the other router stopped."""
-        self._has_delivered = True
-        lost: list[tuple[Choice, Key]] = []
-        for one in adopted.choices:
-            choice = self.choices[one.key.choice]
-            choice.number = max(one.key.attempt, adopted.first_attempt - 1)
-            choice.output = one.token_ids
-            if one.process is not None and one.has_ended:
-                self._out.append(Send(one.process[0], Cancel((one.key,), "ended")))
-            elif one.process is not None:
-                num_tokens = len(self.request.token_ids) + len(one.token_ids)
-                choice.attempt = Attempt.running(self._now_s, one.key, num_tokens, one.process)
-                self._attempts.append(choice.attempt)
-            fresh, reason = one.token_ids[one.num_received :], one.finish_reason
-            if not one.has_ended and (fresh or reason is not None):
-                self._out.append(Deliver(choice.index, fresh, reason))
-                choice.finish_reason = reason
-            if one.has_ended or reason is not None:
-                self._num_open -= 1
-            elif one.process is None:
-                lost.append((choice, one.key))
-        for choice, key in lost:
-            choice.number += 1
-            self._out.append(TriedAgain(key, NOT_KEPT, is_resume=True))
-            self._open_attempt([choice])
-        if self._num_open == 0:
-            self._conclude(None)
 
     # --- messages of nodes ----------------------------------------------------------------------
 
@@ -331,9 +286,6 @@ class Lifecycle:
         attempt = next((one for one in self._attempts if one.is_named(node, (key,))), None)
         if attempt is None:
             return
-        if failure.code == TAKEN_OVER and node == attempt.decode:
-            # Prefill may hold blocks that decode reads for the other router, so it goes on.
-            attempt.streaming = True
         loss = attempt.loss_of(node, failure)
         if loss.is_of_handoff:
             self._end_handoff(attempt, failure)

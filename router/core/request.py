@@ -15,7 +15,6 @@ from baton.protocol.errors import (
     Cancelled,
     Failure,
     NodeError,
-    Overloaded,
     RequestError,
     TransferError,
 )
@@ -35,7 +34,6 @@ from baton.protocol.messages import (
     Pooled,
     Prefill,
     PromptLogprobs,
-    ResumeState,
     StageTimes,
     TokenEntry,
     TokenLogprobs,
@@ -74,27 +72,6 @@ NO_CALLER = Caller()
 
 class Begun(msgspec.Struct, frozen=True):
     """The request has been accepted. This is its first event."""
-
-
-class AdoptedChoice(msgspec.Struct, frozen=True):
-    """A choice with its output so far. The caller already has `num_received` of these tokens.
-
-    If `process` is set, the choice runs there. Otherwise it has ended, or it must be continued.
-    """
-
-    key: Key
-    token_ids: list[int]
-    num_received: int = 0  # one more if the node has not received the first token from prefill yet
-    has_ended: bool = False  # the caller has the choice's end too
-    finish_reason: FinishReason | None = None
-    process: NodeProcess | None = None
-
-
-class Adopted(msgspec.Struct, frozen=True):
-    """Another router began this request. This is its first event here instead of `Begun`."""
-
-    choices: tuple[AdoptedChoice, ...]
-    first_attempt: int = 0  # the first attempt that this router may make
 
 
 class NodesSelected(msgspec.Struct, frozen=True):
@@ -151,7 +128,6 @@ NodeMessage = (
 RequestEvent = (
     NodeMessage
     | Begun
-    | Adopted
     | NodesSelected
     | NodesNotSelected
     | NodeLost
@@ -278,8 +254,6 @@ AVOID_S = 30.0
 # After two losses in a row, an attempt waits so long before it goes to nodes that failed the
 # request: what cuts them off may be over then, or is known.
 PAUSE_S = 2.0
-# How long a client waits before it asks again for a stream that was not found.
-RETRY_S = 1.0
 DRAINING = "draining"  # the failure of a draining node that sends an attempt elsewhere
 
 
@@ -291,7 +265,6 @@ class Request(msgspec.Struct, frozen=True):
     sampling: Sampling
     num_choices: int = 1
     max_attempts: int = 3  # attempts in a row that bring no token
-    kept: ResumeState | None = None  # for another router, if the client can resume the stream there
     block_keys: tuple[BlockKey, ...] = ()  # keys of the prompt's blocks, if caches are watched
     tenant: Tenant = ANYONE
 
@@ -364,23 +337,6 @@ class Attempt:
     unconfirmed: dict[NodeId, set[Key]] = field(default_factory=dict)  # keys of unconfirmed cancels
     heard_s: float = 0.0
     leave_by_s: float = 0.0
-
-    @classmethod
-    def running(cls, now_s: float, key: Key, num_tokens: int, process: NodeProcess) -> "Attempt":
-        """Return the attempt of a sequence that a decode node already runs."""
-        return cls(
-            key,
-            (key.choice,),
-            num_tokens,
-            AttemptState.LIVE,
-            decode=process[0],
-            epochs=dict([process]),
-            open={key.choice},
-            accepted=True,
-            streaming=True,
-            reserved={process[0]},
-            heard_s=now_s,
-        )
 
     @property
     def keys(self) -> tuple[Key, ...]:
@@ -455,7 +411,6 @@ class Attempt:
                 request.sampling,
                 num_choices,
                 self.prefill,
-                request.kept,
                 self.max_uncached_tokens,
             )
             sends.append(Send(self.decode, decode))
@@ -502,13 +457,3 @@ def kills_nodes(num_nodes: int) -> Failure:
     """Return why a request gets no more nodes. Clients would repeat it if it were a 5xx status."""
     text = f"{num_nodes} nodes died of an error in a step of this request"
     return RequestError(text, code="request_kills_nodes", http_status=422).to_failure()
-
-
-def gone() -> Failure:
-    text = "no node holds this stream any more: send the request again"
-    return RequestError(text, code="stream_gone", http_status=404).to_failure()
-
-
-def unknown(text: str) -> Failure:
-    """Return the failure of a stream that another attempt to resume it may find."""
-    return Overloaded(text, code="stream_unknown", retry_after_s=RETRY_S).to_failure()

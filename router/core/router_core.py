@@ -25,14 +25,12 @@ from baton.protocol.errors import (
     Overloaded,
     RequestError,
     from_failure,
-    taken_over,
 )
 from baton.protocol.ids import Epoch, Key, NodeId, RequestId
 from baton.protocol.messages import (
     Accepted,
     AdapterLoaded,
     AdaptersHeld,
-    Attached,
     CacheChanges,
     Cancel,
     CancelDone,
@@ -43,12 +41,9 @@ from baton.protocol.messages import (
     Heartbeat,
     Hello,
     InProgress,
-    Keep,
-    NotAttached,
     Pooled,
     PromptLogprobs,
     Ready,
-    ResumeState,
     Starting,
     TokenEntry,
     Tokens,
@@ -72,21 +67,10 @@ from baton.router.core.health import Health, can_serve, health_of, limits_of
 from baton.router.core.lifecycle import NO_NODE, Lifecycle
 from baton.router.core.node_link import Heard, NodeLink, NodeNotifier
 from baton.router.core.policy import CheapestPair
-from baton.router.core.reattach import (
-    Accept,
-    Claim,
-    Early,
-    FoundRequest,
-    Reattaching,
-    adopted_choices,
-    found_here,
-    selection_of,
-)
 from baton.router.core.registry import Change, Entered, Left, Registry
 from baton.router.core.request import (
     ANYONE,
     DRAINING,
-    Adopted,
     Begun,
     CallerGone,
     CancelSelection,
@@ -132,7 +116,6 @@ class ActiveRequest:
     lifecycle: Lifecycle
     stream: RequestStream
     began_s: float
-    name: str  # for logs: the id of a stream that can be resumed is a secret
 
     @property
     def request_id(self) -> RequestId:
@@ -153,7 +136,6 @@ class RouterCore:
         self._config = config.router
         self._keys = config.keys
         self._open_channels = open_channels
-        self._detached_s = config.node.detached_s
         self._clock = clock
         is_cache_aware = config.router.routing == "cache-aware"
         self.notifier = NodeNotifier(self.registry, self._send, watches_caches=is_cache_aware)
@@ -161,7 +143,6 @@ class RouterCore:
         self.adapters = ClusterAdapters(self.registry, self._send, self.epoch)
         self._policy = CheapestPair(config.router.local_prefill, config.router.local_prefill_tokens)
         self._queue = Admission(config.router, self.registry, self._policy)
-        self._reattaching = Reattaching(clock(), self._send, self._adopt, config.node.detached_s)
         # A request is here from its first event until no node has to confirm anything.
         self._requests: dict[RequestId, ActiveRequest] = {}
         self._events: deque[tuple[ActiveRequest, RequestEvent, NodeId]] = deque()
@@ -190,16 +171,14 @@ class RouterCore:
     def submit(
         self,
         stream: RequestStream,
-        kept: ResumeState | None = None,
         block_keys: tuple[BlockKey, ...] = (),
         rules: OutputRules = NO_RULES,
         tenant: Tenant = ANYONE,
-    ) -> RequestId:
+    ) -> None:
         """Accept a request. Raises `RequestError` or `Overloaded`, without any other effect.
 
-        With `kept`, a client can resume the stream at any router, by the stream's own id, which
-        must be unique and impossible to guess. `block_keys` are those of the prompt, and `rules`
-        are those of the output, which were checked.
+        `block_keys` are those of the prompt, and `rules` are those of the output, which were
+        checked.
         """
         limits = self.limits()
         prompt = stream.prompt_token_ids
@@ -215,21 +194,22 @@ class RouterCore:
         pushed_out = self._queue.check_room(
             self._clock(), len(prompt), tenant, could_serve=could_serve
         )
-        name = self._next_name()
         seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
         request = Request(
-            RequestId(name if kept is None else stream.request_id),
+            RequestId(self.new_id()),
             prompt,
             sampling_of(params, seed, max_tokens, rules),
             params.n,
             self._config.max_attempts,
-            kept,
             block_keys,
             tenant,
         )
         self._refuse(pushed_out)
-        self._begin(request, stream, name, Begun())
-        return request.request_id
+        self._begin(request, stream)
+
+    def new_id(self) -> str:
+        """Return a name for a request that no other one of any router has."""
+        return f"{self.epoch}-{next(self._numbers):x}"
 
     def _check_task(self, pooling: Pooling | None) -> None:
         """Raise `RequestError` for what the model cannot make, or `Overloaded`."""
@@ -251,32 +231,6 @@ class RouterCore:
             self._now_s = self._clock()
             self._feed(active, CallerGone(reason))
             self._select_waiting()
-
-    async def reattach(self, claim: Claim, accept: Accept) -> RequestStream:
-        """Give a request to a new connection of its client. Return the stream that `accept` makes.
-
-        The old connection ends with `taken_over`, whichever router has it. Raises `RequestError` if
-        neither this router nor a node holds the request.
-        """
-        if self._failure is not None:
-            raise from_failure(self._failure)
-        active = self._requests.get(claim.request_id)
-        if active is not None and not active.lifecycle.has_outcome:
-            found = found_here(active.lifecycle, claim)
-            if found is not None:
-                return self._hand_over(active, claim, accept, found)
-            active.stream.finish(from_failure(taken_over()))
-            self.cancel(claim.request_id, "went on elsewhere")
-        if active is not None:  # its nodes keep what its client has
-            self._forget(active)
-        now_s = self._clock()
-        missing = [
-            node.node_id
-            for node in self.registry.lost_nodes(now_s)
-            if node.role == "decode" and node.lost_s < self._detached_s
-        ]
-        joined = self.registry.joined("decode")
-        return await self._reattaching.take(now_s, claim, joined, missing, accept)
 
     def limits(self) -> Limits:
         """Return the limits of a request. Raises `Overloaded` if no request can be served."""
@@ -326,7 +280,6 @@ class RouterCore:
         """Stop serving: every running request and every new one fails with this reason."""
         self._failure = failure
         self._changed.set()
-        self._reattaching.end(failure)
         for active in list(self._requests.values()):
             active.stream.finish(from_failure(failure))
             self._feed(active, CallerGone(failure.code))
@@ -334,30 +287,12 @@ class RouterCore:
     def close(self) -> None:
         """End every request and the connections to all nodes. A second call does nothing."""
         if self._failure is None:
-            self._detach_all()
             text = "the router is shutting down"
             self.fail(Overloaded(text, code="shutting_down").to_failure())
         if self._timer is not None:
             self._timer.cancel()
         if self._link is not None:
             self._link.close()
-
-    def _detach_all(self) -> None:
-        """Leave the streams that another router can resume to their nodes."""
-        text = "the router is shutting down: go on at any router, with the header Last-Event-ID"
-        decodes = self.registry.in_service("decode")
-        for active in list(self._requests.values()):
-            request = active.lifecycle.request
-            metrics = active.stream.metrics
-            # The client may have tokens of which this router has handed out none.
-            has_begun = metrics.time_to_first_token_s is not None or metrics.num_received_tokens
-            if has_begun and request.kept is not None:
-                waiting = active.lifecycle.waiting_choices
-                if waiting and decodes:  # they exist nowhere else
-                    keep = Keep(request.kept, request.token_ids, request.sampling, waiting)
-                    self._send(decodes[0].node_id, keep)
-                active.stream.finish(Overloaded(text, code="shutting_down"))
-                del self._requests[active.request_id]
 
     # --- nodes ----------------------------------------------------------------------------------
 
@@ -405,9 +340,6 @@ class RouterCore:
                 self._apply(self.registry.hello(self._now_s, node, message))
             case Ready():
                 self._apply(self.registry.ready(self._now_s, node, message))
-            case Attached() | NotAttached():
-                if message.request_id not in self._requests:
-                    self._reattaching.heard(self._now_s, node, message)
             case AdapterLoaded():
                 self.adapters.loaded(node, message)
             case AdaptersHeld():
@@ -423,8 +355,6 @@ class RouterCore:
         active = self._requests.get(request_id)
         if active is not None:
             self._feed(active, message, node)
-        elif self._reattaching.holds_back(node, request_id, message):
-            pass
         elif isinstance(message, Accepted | FirstTokens | TokenEntry):
             # The node still works for a request that has ended.
             self._send(node, Cancel((message.key,), "ended"))
@@ -436,10 +366,7 @@ class RouterCore:
                 assert self._link is not None
                 self.adapters.entered(change.info, is_allowed=self._allows_loading)
                 self._link.send_kept_cancels((change.info.node_id, change.info.epoch))
-                if change.info.role == "decode":
-                    self._reattaching.entered(change.info.node_id)
             elif isinstance(change, Left):
-                self._reattaching.left(change.node)
                 self.adapters.left(change.node)
                 for active in list(self._requests.values()):
                     self._feed(active, NodeLost(change.node, change.failure))
@@ -447,69 +374,13 @@ class RouterCore:
 
     # --- requests -------------------------------------------------------------------------------
 
-    def _next_name(self) -> str:
-        return f"{self.epoch}-{next(self._numbers):x}"
-
-    def _begin(
-        self, request: Request, stream: RequestStream, name: str, event: Begun | Adopted
-    ) -> None:
+    def _begin(self, request: Request, stream: RequestStream) -> None:
         self._now_s = self._clock()
-        active = ActiveRequest(Lifecycle(request), stream, self._now_s, name)
+        active = ActiveRequest(Lifecycle(request), stream, self._now_s)
         self._requests[request.request_id] = active
         stream.on_close(partial(self.cancel, request.request_id))
-        self._feed(active, event)
+        self._feed(active, Begun())
         self._select_waiting()
-
-    def _adopt(
-        self, claim: Claim, stream: RequestStream, found: FoundRequest, early: Early
-    ) -> None:
-        attached = found.attached
-        doubt = self._reattaching.doubt
-        choices = adopted_choices(claim, found, stream, self.registry, doubt)
-        kept = ResumeState(attached.form, claim.owner, attached.num_choices)
-        request = Request(
-            claim.request_id,
-            attached.prompt_token_ids,
-            attached.sampling,
-            attached.num_choices,
-            self._config.max_attempts,
-            kept,
-        )
-        for choice in choices:
-            if choice.process is None or choice.has_ended:
-                continue
-            # Another router has placed this sequence, so its load is reserved here afterwards.
-            node = self.registry.node(choice.process[0])
-            assert node is not None
-            assert self._link is not None
-            load = self._policy.load_of(node, selection_of(request, choice))
-            self.registry.reserve(node.node_id, choice.key, load)
-            self._queue.selected(choice.key)
-            self._link.forget_cancels(choice.process, (choice.key,))
-        self._begin(request, stream, self._next_name(), Adopted(choices, found.first_attempt))
-        for name, message in early:
-            self._on_request_message(name, claim.request_id, message)
-
-    def _hand_over(
-        self, active: ActiveRequest, claim: Claim, accept: Accept, found: FoundRequest
-    ) -> RequestStream:
-        """Go on with a running request over another connection, and end the one before."""
-        stream = accept(found)
-        choices = adopted_choices(claim, found, stream, self.registry, self._reattaching.doubt)
-        active.stream.finish(from_failure(taken_over()))
-        active.stream = stream
-        stream.on_close(partial(self.cancel, active.request_id))
-        self._now_s = self._clock()
-        for choice in choices:
-            index = choice.key.choice
-            fresh = choice.token_ids[choice.num_received :]
-            has_ended = choice.has_ended
-            if not has_ended and (fresh or choice.finish_reason is not None):
-                has_ended = stream.push(index, fresh, choice.finish_reason)
-            if has_ended:
-                self._feed(active, ChoiceStopped(index))
-        self._select_waiting()
-        return stream
 
     def _feed(self, active: ActiveRequest, event: RequestEvent, node: NodeId = NO_NODE) -> None:
         """Handle an event, then the events that it causes, such as a caller's leaving."""
@@ -531,7 +402,7 @@ class RouterCore:
             for command in active.lifecycle.step(self._now_s, event, node):
                 self._carry_out(active, command)
         except Exception:  # a bug ends only its own request
-            log.exception("unhandled error", request=active.name, at=type(event).__name__)
+            log.exception("unhandled error", request=active.request_id, at=type(event).__name__)
             active.stream.finish(BatonError("the router failed to handle this request"))
             if isinstance(event, CallerGone):
                 self._forget(active)
@@ -615,7 +486,6 @@ class RouterCore:
         self._link.read()
         self._now_s = now_s = self._clock()
         self._apply(self.registry.tick(now_s, self._deaf_s(late_s)))
-        self._reattaching.tick(now_s)
         self._refuse(self._queue.take_overdue(now_s))
         for active in self._to_look_at(now_s):
             self._feed(active, Tick())

@@ -6,15 +6,15 @@ Each delta goes straight to the caller's sink, so a token costs no task switch.
 import asyncio
 import struct
 import time
-import zlib
 from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from copy import copy
 from itertools import islice
 
-from baton.protocol.errors import BatonError, Failure, from_failure
+from baton.protocol.errors import BatonError, RequestError
 from baton.protocol.messages import FinishReason, TokenLogprobs
 from baton.protocol.sampling import SamplingParams
+from baton.router.core.received import PassingOver, ReceivedPart, changed
 from baton.router.outputs import (
     CompletionOutput,
     Logprob,
@@ -28,11 +28,6 @@ from baton.router.text.detokenizer import Detokenizer
 from baton.runtime.metrics import Histogram
 
 Sink = Callable[[CompletionOutput], None]
-
-
-def digest_of(token_ids: Sequence[int], digest: int = 0) -> int:
-    """Return the digest, of 32 bits, of the tokens that have `digest` and of these after them."""
-    return zlib.crc32(array("I", token_ids), digest)
 
 
 def _spelled_as_id(token_id: int) -> tuple[str, bytes]:
@@ -58,17 +53,16 @@ class RequestStream:
         "_has_changed",
         "_on_close",
         "_packed_prompt",
+        "_passing_over",
         "_prompt_logprobs",
         "_prompt_token_ids",
         "_pushed_s",
-        "_repeated",
         "_sink",
         "_spell",
         "finished",
         "metrics",
         "params",
         "pooled",
-        "prompt",
         "prompt_rows",
         "request_id",
         "token_gaps",
@@ -77,15 +71,14 @@ class RequestStream:
     def __init__(
         self,
         request_id: str,
-        prompt: str | None,
         prompt_token_ids: list[int],
         params: SamplingParams,
         detokenizers: Sequence[Detokenizer],
         spell: Spell = _spelled_as_id,
+        received: Sequence[ReceivedPart] = (),
     ) -> None:
-        """`spell` is for log probabilities."""
+        """`spell` is for log probabilities, and `received` is what the caller has already."""
         self.request_id = request_id
-        self.prompt = prompt
         # The responses to 500 long prompts may end at once, and to free two million integers would
         # hold the event loop for a tenth of a second.
         self._packed_prompt = array("I", prompt_token_ids)
@@ -102,7 +95,11 @@ class RequestStream:
         self.prompt_rows = b""  # of `PromptLogprobs`, before the first delta
         self.pooled = b""  # of `Pooled`, at the end, if no tokens are wanted
         self._pushed_s = [0.0] * len(detokenizers)
-        self._repeated: dict[int, tuple[int, int, Failure]] = {}  # by choice, see `expect_again`
+        self._passing_over = {
+            choice: PassingOver(part)
+            for choice, part in enumerate(received)
+            if part.num_tokens or part.has_ended
+        }
         self._arrival_s = time.monotonic()
         self._on_close: Callable[[], None] | None = None
         self._early: list[CompletionOutput] = []
@@ -116,18 +113,22 @@ class RequestStream:
 
     # --- the caller's side ------------------------------------------------------------------
 
-    async def outputs(self) -> AsyncGenerator[RequestOutput, None]:
-        """Yield outputs in the form of `output_kind`. Leaving early gives up the request."""
+    async def outputs(self, prompt: str | None = None) -> AsyncGenerator[RequestOutput, None]:
+        """Yield outputs in the form of `output_kind`, which show the prompt as `prompt`.
+
+        Leaving early gives up the request.
+        """
         kind = self.params.output_kind
         merged = Merged(0 if kind == "delta" else self.params.n)
         self.send_to(merged.add)
         try:
             if kind == "final":
                 await self.ended()
-                yield self.output(merged.outputs())
+                yield self.output(merged.outputs(), prompt)
                 return
             while await self.changed():
-                yield self.output(merged.take() if kind == "delta" else merged.outputs())
+                deltas = merged.take() if kind == "delta" else merged.outputs()
+                yield self.output(deltas, prompt)
         finally:
             self.close()
 
@@ -207,14 +208,14 @@ class RequestStream:
             found.append(self._shown(token_id, one))
         return found
 
-    def output(self, outputs: list[CompletionOutput]) -> RequestOutput:
+    def output(self, outputs: list[CompletionOutput], prompt: str | None = None) -> RequestOutput:
         if self._prompt_logprobs is None:  # all outputs share them
             self._prompt_logprobs = self.prompt_logprobs()
         if self._prompt_token_ids is None:
             self._prompt_token_ids = self.prompt_token_ids
         return RequestOutput(
             request_id=self.request_id,
-            prompt=self.prompt,
+            prompt=prompt,
             prompt_token_ids=self._prompt_token_ids,
             outputs=outputs,
             finished=self.finished and self._error is None and not self._has_changed,
@@ -234,21 +235,6 @@ class RequestStream:
         """Call `callback` when the caller gives up."""
         self._on_close = callback
 
-    def replay(self, choice: int, token_ids: list[int]) -> bool:
-        """Take tokens that the caller has already. Return True if a stop string ended it."""
-        delta = self._detokenizers[choice].push(token_ids) if token_ids else None
-        self.metrics.received(len(token_ids))
-        return delta is not None and delta.finish_reason is not None
-
-    def expect_again(self, choice: int, known: int, whole: int, failure: Failure) -> None:
-        """Expect one more token that the caller has already, before new ones.
-
-        The digest of the caller's tokens is `whole`, and `known` without that token. If another one
-        comes, it is of an attempt that the caller cannot go on with: the request ends with
-        `failure`.
-        """
-        self._repeated[choice] = known, whole, failure
-
     def push(
         self,
         choice: int,
@@ -259,15 +245,11 @@ class RequestStream:
         """Pass on new tokens. Return True if a stop string ends the choice early."""
         if self.finished:
             return False
-        if token_ids and self._repeated and choice in self._repeated:
-            known, whole, failure = self._repeated.pop(choice)
-            again = token_ids[:1]
-            token_ids = token_ids[1:]
-            if digest_of(again, known) != whole:
-                self._fail(from_failure(failure))
-                return False
-            if self.replay(choice, again):
-                return finish_reason is None
+        if self._passing_over and choice in self._passing_over:
+            num_passed = self._pass_over(choice, token_ids, is_end=finish_reason is not None)
+            if num_passed is None:
+                return finish_reason is None and not self.finished
+            token_ids = token_ids[num_passed:]
             if not token_ids and finish_reason is None:
                 return False
         delta = self._detokenizers[choice].push(token_ids, finish_reason)
@@ -291,6 +273,32 @@ class RequestStream:
         if self._change is not None:
             _wake(self._change)
         return finish_reason is None and delta.finish_reason is not None
+
+    def _pass_over(self, choice: int, token_ids: list[int], *, is_end: bool) -> int | None:
+        """Take tokens that the caller may have already, and return how many of them it has.
+
+        Return None if nothing of the choice is to follow: the caller has its end, or has begun with
+        other tokens, which ends this request.
+        """
+        passing = self._passing_over[choice]
+        try:
+            again = passing.take(token_ids, is_end=is_end)
+        except RequestError as error:
+            self._fail(error)
+            return None
+        if again:
+            delta = self._detokenizers[choice].push(again)
+            self.metrics.received(len(again))
+            is_stopped = delta is not None and delta.finish_reason is not None
+            if is_stopped and not passing.part.has_ended:
+                self._fail(changed())
+                return None
+        if not passing.is_over:
+            return len(again)
+        if passing.part.has_ended:
+            return None
+        del self._passing_over[choice]
+        return len(again)
 
     @property
     def tokens_per_choice(self) -> float:

@@ -107,7 +107,6 @@ class App:
             *((path, handlers.rerank) for path in RERANK_PATHS),
         ):
             router.add_post(path, handler)
-        router.add_get("/v1/streams/{id:.+}", handlers.stream_again, allow_head=False)
         router.add_get("/v1/models", self._models)
         router.add_get("/v1/models/{name:.+}", self._model)
         router.add_get("/health", self._health)
@@ -368,7 +367,6 @@ _POSTS: dict[str, tuple[type, str]] = {
 _GETS: dict[str, str] = {
     "/v1/models": "List the served model.",
     "/v1/models/{name}": "Describe the served model.",
-    "/v1/streams/{id}": "Resume a stream after the event that the header Last-Event-ID names.",
     "/tokenizer_info": "Return the tokenizer's settings.",
     "/health": "Return the state of the router and of its nodes; 503 if it can serve nothing.",
     "/live": "Return 200 while the process runs.",

@@ -20,15 +20,14 @@ from aiohttp import web
 from baton.protocol.adapters import shown_lora
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, Overloaded, RequestError
-from baton.protocol.ids import RequestId
-from baton.protocol.messages import ResumeState
 from baton.protocol.sampling import SamplingParams
 from baton.router.core.admission import check_num_logprobs
 from baton.router.core.health import ServedModel
-from baton.router.core.reattach import Claim
+from baton.router.core.received import ReceivedPart
 from baton.router.core.request import Caller
 from baton.router.core.stream import RequestStream, Sink
 from baton.router.http.api.anthropic import MessageEvents
+from baton.router.http.api.event_ids import ResumePoint, new_id, resume_point, wants_ids
 from baton.router.http.api.large_bodies import BodyWork
 from baton.router.http.api.openai_chunks import (
     ResponseWriter,
@@ -40,25 +39,11 @@ from baton.router.http.api.pooling_bodies import PoolingEndpoint
 from baton.router.http.api.prepare import num_packed, unpacked
 from baton.router.http.api.responses_events import ResponseEvents
 from baton.router.http.api.schema import Endpoint, ParsedRequest
-from baton.router.http.api.sse import (
-    LAST_EVENT_ID,
-    SILENCE_S,
-    ChunkEvents,
-    EventStream,
-    Form,
-    ResumePosition,
-    form_of,
-    kept_of,
-    last_event,
-    owner_of,
-    resume_position,
-    start_of,
-    wants_ids,
-)
+from baton.router.http.api.sse import SILENCE_S, ChunkEvents, EventStream
 from baton.router.http.api.tokens import TokenEndpoint
-from baton.router.http.auth import TENANT, authorization_of
+from baton.router.http.auth import TENANT
 from baton.router.http.connections import Bodies
-from baton.router.http.errors import FORM_PARAM, blaming
+from baton.router.http.errors import blaming
 from baton.router.http.metrics import HttpMetrics
 from baton.router.http.pooling_handlers import PoolingHandlers
 from baton.router.http.request_log import Running, counted_request
@@ -77,16 +62,6 @@ MAX_SHOWN_IDS = 1 << 20
 # The largest body of the tokenizer's endpoints.
 MAX_TOKENS_BYTES = 4 * 1024 * 1024
 
-_ID_PREFIXES: dict[Endpoint, str] = {
-    "completions": "cmpl-",
-    "chat": "chatcmpl-",
-    "responses": "resp_",
-    "messages": "msg_",
-}
-
-# Their streams can be resumed.
-_CHUNKED: tuple[Endpoint, ...] = ("completions", "chat")
-
 log = logger("router")
 
 
@@ -99,12 +74,20 @@ class Work:
     prompts: list[bytes]  # as token ids, each packed by `packed`
     echoes: list[str]  # the text before each choice, per prompt; empty without `echo`
     request_id: str  # the client's own, or the response's
-    kept: ResumeState | None = None  # for a stream that the client can resume
+    point: ResumePoint | None = None  # where a stream begins that the client can resume
     parsing: Parsing | None = None
 
     @property
     def params(self) -> SamplingParams:
-        return self.parsed.params
+        params = self.parsed.params
+        if self.point is None:
+            return params
+        return msgspec.structs.replace(params, seed=self.point.seed)
+
+    @property
+    def received(self) -> tuple[ReceivedPart, ...]:
+        """Return what the client has of each choice, if it resumes a stream."""
+        return () if self.point is None else self.point.received
 
     @property
     def plain_prompts(self) -> list[ShownPrompt]:
@@ -133,7 +116,6 @@ class Handlers:
         self._metrics = metrics
         self._silence_s = silence_s
         self._logs_prompts = config.log.prompts
-        self._wants_key = config.router.wants_key
         self._bodies = bodies
         # Held while a body with the log probabilities of prompts is made, which takes much memory.
         self._scoring = asyncio.Lock()
@@ -187,15 +169,7 @@ class Handlers:
 
     async def _serve(self, request: web.Request, *, endpoint: Endpoint) -> web.StreamResponse:
         """Answer a POST, which resumes a broken stream if it has `Last-Event-ID`."""
-        place = None
-        if LAST_EVENT_ID in request.headers and endpoint in _CHUNKED:
-            place = resume_position(request.headers[LAST_EVENT_ID])
-            # The form of the response is known, so the body is not used.
-            with self._bodies.room() as room:
-                await self._bodies.read(request, room, self._bodies.max_body_bytes)
         with counted_request(request, self._metrics) as running:
-            if place is not None:
-                return await self._again(request, running, place)
             work = await self._submit(request, running, endpoint)
             if not work.parsed.generates:
                 return await self._echo(request, work, running)
@@ -205,50 +179,6 @@ class Handlers:
                 events = await self._begin_stream(request, work, running.streams)
             headers = _headers(work, [stream.metrics for stream in running.streams])
             return await self._relayed(request, running, events, headers, work.parsed.sent)
-
-    async def stream_again(self, request: web.Request) -> web.StreamResponse:
-        """Answer GET /v1/streams/{id}: resume a broken stream after the event `Last-Event-ID`."""
-        place = start_of(request.match_info["id"], request.headers.get(LAST_EVENT_ID))
-        if LAST_EVENT_ID in request.headers:
-            place = resume_position(request.headers[LAST_EVENT_ID])
-        with counted_request(request, self._metrics) as running:
-            return await self._again(request, running, place)
-
-    async def _again(
-        self, request: web.Request, running: Running, place: ResumePosition
-    ) -> web.StreamResponse:
-        """Resume a stream, which another router may have begun."""
-        if place.tail == "/d":
-            return web.Response(status=204)  # this status ends the retries of an EventSource
-        self._refuse_if_draining()
-        owner = owner_of(authorization_of(request), wants_key=self._wants_key)
-        claim = Claim(RequestId(f"{place.response_id}-0"), owner, place.received)
-        forms: list[Form] = []
-
-        def read_form(data: bytes) -> tuple[SamplingParams, Parsing | None]:
-            forms.append(form_of(data))
-            return forms[-1].params, forms[-1].parsing
-
-        try:
-            stream = await self._engine.reattach(claim, read_form)
-        except RequestError as error:
-            if error.code != "stream_gone" or not place.is_whole:
-                raise
-            # Nodes keep no stream that ended with its first tokens, and others for a while only.
-            running.outcome = "finished"
-            end = last_event(request.headers[LAST_EVENT_ID])
-            return web.Response(body=end, headers={"Content-Type": "text/event-stream"})
-        stream.token_gaps = self._metrics.token_gaps
-        running.streams.append(stream)
-        writer = forms[-1].writer
-        running.request_id = forms[-1].request_id
-        prompts = []
-        if writer.token_ids:
-            prompts.append(ShownPrompt(token_ids=stream.prompt_token_ids))
-        events = self._chunks(request, writer, stream.params.n, prompts, [stream.metrics], place)
-        sent = {FORM_PARAM: writer.form_param}
-        headers = {"X-Request-Id": running.request_id}
-        return await self._relayed(request, running, events, headers, sent)
 
     def _refuse_if_draining(self) -> None:
         if self.is_draining:
@@ -285,7 +215,7 @@ class Handlers:
                     log.info("prompt", request=work.request_id, text=clip(shown))
                 with blaming(work.parsed.sent):
                     stream = await self._engine.submit(
-                        ids, work.params, name, work.kept, work.parsing, caller
+                        ids, work.params, name, work.parsing, caller, work.received
                     )
                     stream.token_gaps = self._metrics.token_gaps
                     running.streams.append(stream)
@@ -311,10 +241,11 @@ class Handlers:
                 f"prompt times n has more than {MAX_SHOWN_IDS} tokens: leave out return_token_ids"
             )
             raise RequestError(text, param="return_token_ids")
+        point = resume_point(request, parsed, len(prepared.prompts))
         writer = ResponseWriter(
-            id=f"{_ID_PREFIXES[parsed.endpoint]}{secrets.token_hex(12)}",
+            id=new_id(parsed.endpoint) if point is None else point.response_id,
             model=shown_lora(parsed.scope.lora) or model.name,
-            created=int(time.time()),
+            created=int(time.time()) if point is None else point.created,
             is_chat=parsed.is_chat,
             include_usage=parsed.include_usage,
             token_ids=parsed.token_ids,
@@ -325,18 +256,8 @@ class Handlers:
             form_param=parsed.form_param,
             system_fingerprint=system_fingerprint(model.fingerprint),
         )
-        # A client with the id of a response can take over the stream, so logs do not show it.
         name = request_id_of(request) or f"req-{secrets.token_hex(12)}"
-        kept = None
-        is_plain = (
-            not parsed.echo and parsed.params.logprobs is None and parsed.endpoint in _CHUNKED
-        )
-        if parsed.is_streamed and len(prepared.prompts) == 1 and is_plain:
-            owner = owner_of(authorization_of(request), wants_key=self._wants_key)
-            kept = kept_of(
-                Form(writer, parsed.kept_sampling, name, parsing), owner, parsed.params.n
-            )
-        return Work(parsed, writer, prepared.prompts, echoes, name, kept, parsing)
+        return Work(parsed, writer, prepared.prompts, echoes, name, point, parsing)
 
     # --- answering ------------------------------------------------------------------------------
 
@@ -452,8 +373,7 @@ class Handlers:
             return EventStream(typed, 1, self._metrics, self._silence_s)
         metrics = [one.metrics for one in streams]
         prompts = await self._prompts(work, streams)
-        place = None if work.kept is None else ResumePosition(work.writer.id, None)
-        return self._chunks(request, work.writer, work.params.n, prompts, metrics, place)
+        return self._chunks(request, work.writer, work.params.n, prompts, metrics, work.point)
 
     def _chunks(
         self,
@@ -462,11 +382,11 @@ class Handlers:
         num_choices: int,
         prompts: Sequence[ShownPrompt],
         metrics: Sequence[RequestMetrics],
-        place: ResumePosition | None = None,
+        point: ResumePoint | None = None,
     ) -> EventStream:
         lengths = [one.num_prompt_tokens for one in metrics]
         has_ids = wants_ids(request)
-        events = ChunkEvents(writer, num_choices, prompts, lengths, place, has_ids=has_ids)
+        events = ChunkEvents(writer, num_choices, prompts, lengths, point, has_ids=has_ids)
         return EventStream(events, num_choices, self._metrics, self._silence_s, has_ids=has_ids)
 
     async def _relayed(

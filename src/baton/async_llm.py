@@ -163,11 +163,10 @@ class AsyncLLM:
             await self.begin()
             caller = Caller(Scope(self._lora_of(lora_request), given.cache_salt))
             stream = await self._router.submit(given.content, params, name, caller=caller)
-            stream.prompt = given.text
             self._live[name] = stream
             if name in self._aborted:
                 stream.close()
-            async with contextlib.aclosing(stream.outputs()) as outputs:
+            async with contextlib.aclosing(stream.outputs(given.text)) as outputs:
                 async for output in outputs:
                     yield output
         finally:

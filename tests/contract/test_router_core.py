@@ -117,7 +117,7 @@ async def test_output_kinds_agree(bench):
     for kind in ("delta", "cumulative", "final"):
         params = msgspec.structs.replace(GREEDY, output_kind=kind)
         stream = await bench.router.submit("xyz", params)
-        outputs[kind] = [output async for output in stream.outputs()]
+        outputs[kind] = [output async for output in stream.outputs("xyz")]
     final = outputs["final"][0].outputs[0]
     assert len(outputs["final"]) == 1
     assert outputs["cumulative"][-1].outputs[0] == final

@@ -62,23 +62,8 @@ def whole_requests(draw: st.DrawFn) -> tuple[str, bytes]:
     """Draw a request that is well-formed as HTTP, and what it is."""
     if draw(st.integers(0, 3)) == 0:
         path = draw(st.sampled_from(GETS))
-        path = path.replace("{name}", "tiny").replace(
-            "{id}",
-            draw(
-                st.sampled_from(
-                    (
-                        "cmpl-1",
-                        "a" * 3_000,
-                        "%00",
-                        "..%2f..",
-                        "cmpl-1:0.0",
-                    )
-                )
-            ),
-        )
-        event = draw(st.sampled_from(("", "x", "cmpl-1:1e@0", "cmpl-1:" + "9" * 500, ":::")))
-        more = (f"Last-Event-ID: {event}",) if event else ()
-        return f"GET {path[:40]}", head("GET", path, *more)
+        path = path.replace("{name}", "tiny")
+        return f"GET {path[:40]}", head("GET", path)
     path, body = draw(bodies())
     more = draw(
         st.sampled_from(
@@ -89,6 +74,8 @@ def whole_requests(draw: st.DrawFn) -> tuple[str, bytes]:
                 ("Expect: 100-continue",),
                 ("Accept: text/event-stream",),
                 ("Last-Event-ID: cmpl-1:0.0",),
+                ("Last-Event-ID: cmpl-" + "0" * 24 + ":1-1:1@00000001",),
+                ("Last-Event-ID: cmpl-1:" + "9" * 500,),
                 ("X-Request-Id: a",),
             )
         )

@@ -4,11 +4,9 @@ import asyncio
 import json
 from typing import TYPE_CHECKING, Any
 
-from baton.protocol.ids import Key, RequestId
-from tests.sim.clock import Process
 from tests.sim.executor import VOCAB, Context, first_allowed, next_token, rank_of
 from tests.sim.http import Exchange
-from tests.sim.routers import SimRouter, key_header
+from tests.sim.routers import SimRouter, is_waiting, key_header
 from tests.sim.rules import EOS, RULES, word
 
 if TYPE_CHECKING:
@@ -19,15 +17,13 @@ if TYPE_CHECKING:
 SILENCE_S = 15.0
 SLOW_SILENCE_S = 30.0
 PATIENCE_S = 25.0  # for a whole response
+SLOWEST_STEP_S = 0.15  # in which a token that it has is computed again
 RETRIED = (
     "shutting_down",
-    "stream_taken_over",
     "queue_timeout",
     "no_nodes",
     "queue_full",
     "not_ready",
-    "stream_gone",
-    "stream_unknown",
 )
 LONGEST_PROMPT = 90
 BLAME_S = 5.0  # for so long after its end, a fault may still cost an attempt
@@ -53,14 +49,12 @@ class Client:
         if self.is_scored:  # it must have all of it within its patience
             self.max_tokens = min(self.max_tokens, 60)
         self.tenant = world.later_rng.choice(world.tenants) if world.tenants else None
-        self._is_thief = False  # it has just asked for a stream with the key of another
         self.rule = RULES[world.later_rng.choice(("none", *RULES))]
         self.ignores_eos = self.ignores_eos and not self.rule.is_form
         self.stops = rng.choice(([], [], [], [word(token) for token in range(4)]))
         self.ends = {*range(len(self.stops)), *(() if self.ignores_eos else EOS)}
         self.is_done = False
         self.router: SimRouter | None = None  # that has its connection
-        self.served_by: Process | None = None  # the one router that it ever met
         self.last_s = 0.0
         self.queued_s = 0.0  # when it last waited in the queue of its router
         self.longest_gap_s = 0.0
@@ -93,30 +87,13 @@ class Client:
         self.has_ended = [False] * self.n
         self.is_whole = [False] * self.n  # it has its last token
 
-    @property
-    def request_id(self) -> RequestId:
-        """The request at routers and nodes, or nothing before its first event."""
-        answer_id = self.event_id.partition(":")[0]
-        return RequestId(f"{answer_id}-0" if answer_id else "")
-
     def num_tokens(self, choice: int) -> int:
         return self.contexts[choice].length - self._root.length
 
-    def deserter_of(self, key: Key) -> SimRouter | None:
-        """Return the router that has no use for a sequence of this client any more.
-
-        One that has adopted a stream does not know what earlier routers left on nodes that did
-        not answer then: that goes on for `detached_s`, or to its end.
-        """
-        router = next((one for one in self.world.routers if one.process is self.served_by), None)
-        if router is None or self.is_done:
-            return router
-        active = router.core._requests.get(key.request_id) if router is self.router else None
-        if active is None:
-            return None
-        attempt = active.lifecycle.choices[key.choice].attempt
-        is_old = attempt is None or attempt.key.attempt > key.attempt
-        return router if is_old else None
+    @property
+    def _recomputed_s(self) -> float:
+        """Return how long it may take to compute again what it has."""
+        return SLOWEST_STEP_S * max(map(self.num_tokens, range(self.n)))
 
     async def run(self) -> None:
         world = self.world
@@ -128,17 +105,19 @@ class Client:
         """Ask once, and read until the response ends, the connection breaks, or it leaves."""
         world = self.world
         rng = self.world.rng
+        self._has_lied = False
         exchange = self._again() if self.event_id else self._first()
         if not exchange.begin():
             return
         self.router = next(one for one in world.routers if one.process is exchange.process)
-        self.served_by = None if self.event_id else exchange.process
         self.last_s = world.loop.time()
         self._has_dozed = rng.random() < 0.1
         if self._has_dozed:
             exchange.doze(rng.uniform(0.1, 4.0))
         leaves = rng.random() < world.p_leave
-        timeout_s = rng.uniform(0.05, rng.choice((0.3, 3.0))) if leaves else PATIENCE_S
+        timeout_s = PATIENCE_S + self._recomputed_s
+        if leaves:
+            timeout_s = rng.uniform(0.05, rng.choice((0.3, 3.0)))
         try:
             await asyncio.wait([exchange.ended], timeout=timeout_s)
             if exchange.is_whole:
@@ -150,9 +129,11 @@ class Client:
             self.router = None
 
     def _first(self) -> Exchange:
-        self._has_lied = self._is_thief = False
         self._forget()
         self.asked_s = self.world.loop.time()
+        return self._exchange({})
+
+    def _exchange(self, more: dict[str, str]) -> Exchange:
         body = {
             "model": "sim",
             "prompt": self.prompt,
@@ -171,28 +152,22 @@ class Client:
             "Accept": "text/event-stream",
             "Content-Type": "application/json",
             **key_header(self.tenant),
+            **more,
         }
         return Exchange(self.world.port, "POST /v1/completions", self._take_event, body, headers)
 
     def _again(self) -> Exchange:
         self._has_lied = self.world.rng.random() < 0.02
-        answer_id, place = self.event_id.split(":")
+        event_id = self.event_id
         if self._has_lied:
-            place = ".".join(["999999999e@00000003"] * self.n)
+            response = event_id.rpartition(":")[0]
+            event_id = f"{response}:{'.'.join(['999999999e@00000003'] * self.n)}"
             self.world.fates["lied"] += 1
         self.world.fates["resumed"] += 1
-        others = [one for one in self.world.tenants if one != self.tenant]
-        self._is_thief = bool(others) and self.world.later_rng.random() < 0.05
-        tenant = self.world.later_rng.choice(others) if self._is_thief else self.tenant
-        headers = {"Last-Event-ID": f"{answer_id}:{place}", **key_header(tenant)}
-        return Exchange(
-            self.world.port, f"GET /v1/streams/{answer_id}", self._take_event, None, headers
-        )
+        return self._exchange({"Last-Event-ID": event_id})
 
     def _take_event(self, event_id: str, data: bytes) -> None:
-        if self._is_thief and data != b"[DONE]":  # which any client gets that says it has the rest
-            self._complain("another API key gets its stream")
-        if self._is_thief or self._has_lied:
+        if self._has_lied:
             return
         if data == b"[DONE]":
             self._check_whole()
@@ -207,9 +182,7 @@ class Client:
 
     def _take_body(self, exchange: Exchange) -> None:
         """Take the end of a response: an error's, or one that was no stream."""
-        if self._is_thief:
-            self.world.fates["another key"] += 1
-        elif exchange.status != 200:
+        if exchange.status != 200:
             self._failed(json.loads(exchange.body)["error"], exchange.status)
         elif self._has_lied:
             self._forget()
@@ -238,7 +211,7 @@ class Client:
         now_s = world.loop.time()
         silent_s = now_s - max(self.last_s, self.queued_s, world.healed_s)
         are_reads_slow = max(world.landing_s) > world.lease_s
-        longest_s = SLOW_SILENCE_S if are_reads_slow else SILENCE_S
+        longest_s = (SLOW_SILENCE_S if are_reads_slow else SILENCE_S) + self._recomputed_s
         if silent_s > longest_s and not is_first:  # before, its prompt may wait
             self._complain(f"silent for {silent_s:.1f} s without a fault")
         if self.has_ended[choice]:
@@ -287,8 +260,9 @@ class Client:
     def _failed(self, error: dict[str, Any], status: int) -> None:
         code = error["code"]
         self.world.fates[code] += 1
-        if code == "stream_gone":
-            self._check_gone()
+        if code == "stream_changed":
+            if self.world.lends and not self._has_lied:  # all nodes say the same
+                self._complain("the tokens that it has are not computed again")
             self._forget()
         elif code not in RETRIED and not self._is_excused(code):
             self._complain(f"{code} (status {status}) without a cause: {error['message']}")
@@ -303,36 +277,5 @@ class Client:
     def check_queued(self) -> None:
         """Note whether it waits in the queue for a node that has room."""
         own = [] if self.router is None else self.router.requests_of(self.seed)
-        if any(one.lifecycle.waiting_choices for one in own):
+        if any(map(is_waiting, own)):
             self.queued_s = self.world.loop.time()
-
-    def _check_gone(self) -> None:
-        """A stream may be gone only if the nodes that are up do not hold all that it needs.
-
-        A client that has the end of every choice gets the last event from any router. One that has
-        dozed reads too late what was true when it was said.
-        A router that has long been up does not know of one that it has never met, and takes one
-        process for another of the same name: once that has left, it knows of no other until the
-        node has joined it again.
-        """
-        router = self.router
-        if self._has_lied or self._has_dozed or router is None:
-            return
-        joined = router.core.registry.joined("decode")
-        twins = {
-            twin.name
-            for twin in self.world.twins
-            if not twin.process.is_dead or twin.name not in joined
-        }
-        held = {
-            one.key.choice
-            for node in self.world.nodes
-            if node.is_up
-            and node.name not in twins
-            and frozenset((node.process, router.process)) in self.world.network.have_met
-            for one in node.held(self.request_id)
-            if one.token_ids[: self.num_tokens(one.key.choice)] == self.outputs[one.key.choice]
-        }
-        lacking = {index for index in range(self.n) if not self.has_ended[index]}
-        if lacking <= held:
-            self._complain("its stream is gone, but nodes hold it")

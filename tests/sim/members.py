@@ -21,13 +21,12 @@ from baton.protocol.config import (
     LogConfig,
 )
 from baton.protocol.errors import NodeError
-from baton.protocol.ids import Epoch, Key, NodeId, RequestId
+from baton.protocol.ids import Epoch, Key, NodeId
 from baton.protocol.messages import (
     PREFIX_READS,
     PROTOCOL_VERSION,
     Crashed,
     Heartbeat,
-    HeldChoice,
     Hello,
     KVLayout,
     NodeFacts,
@@ -46,7 +45,6 @@ from tests.sim.transports import Owner, SimNixl, SimPort, SimShm
 if TYPE_CHECKING:
     from tests.sim.world import World
 
-DETACHED_S = 30.0
 COMPILE_S = (0.0, 0.005, 0.05, 0.4)  # that a node's thread takes for a grammar
 DRAIN_S = 5.0
 
@@ -132,7 +130,7 @@ class SimNode(Member):
         self.model = model
         self.role: Role = role
         self.speaks = PROTOCOL_VERSION
-        self.salt = sum(name.encode())
+        self.salt = 0 if world.lends else sum(name.encode())  # nodes that lend say the same
         self.num_blocks = num_blocks
         self.num_ranks = world.num_ranks[role]
         self.hung_until_s = 0.0  # its loop does not turn, but its heartbeats are sent
@@ -219,23 +217,11 @@ class SimNode(Member):
     def loop_with(
         self, pool: BlockPool, executor: Executor, links: EngineSockets, clock: Callable[[], float]
     ) -> EngineLoop:
-        limits = NodeLimits(32, 8, self.world.max_model_len, EOS, VOCAB, DETACHED_S)
+        limits = NodeLimits(32, 8, self.world.max_model_len, EOS, VOCAB)
         make = DecodeScheduler if self.role == "decode" else PrefillScheduler
         connector = NodeConnector(self.info, self.world.transfer)
         observer = NodeObserver(self.vitals, self.info.node_id, LogConfig(stats_s=0.0), clock)
         return EngineLoop(make(pool, limits), executor, connector, links, observer, clock)
-
-    def held(self, request_id: RequestId) -> list[HeldChoice]:
-        """Return what this node runs of a request, or keeps of its end."""
-        scheduler = self.scheduler
-        if not isinstance(scheduler, DecodeScheduler):
-            return []
-        running = [one.sequence for one in scheduler._by_request.of(request_id)]
-        ended = [one.held for one in scheduler._detached.ended.of(request_id)]
-        return [
-            *ended,
-            *(HeldChoice(one.key, one.token_ids[one.num_prompt_tokens :]) for one in running),
-        ]
 
     def _state_of(self, request_id: str) -> str:
         scheduler = self.scheduler
@@ -245,7 +231,6 @@ class SimNode(Member):
                 "waiting": scheduler.queue.pending,
                 "running": scheduler._running,
                 "leaving": scheduler._leaving,
-                "ended": [one.key for one in self.held(RequestId(request_id))],
             }
         else:
             held = {

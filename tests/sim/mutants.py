@@ -31,15 +31,14 @@ from baton.node.sockets import EngineSockets, PeerName
 from baton.prefill_node.handoff import Handoff
 from baton.prefill_node.prefix_reads import PrefixReads
 from baton.protocol.errors import NodeError
-from baton.protocol.ids import Key, NodeId
-from baton.protocol.messages import NodeInfo, Offered, TokenEntry
+from baton.protocol.ids import Key
+from baton.protocol.messages import NodeInfo, Offered
 from baton.router.core import node_link, registry
 from baton.router.core.admission import Admission
 from baton.router.core.node_link import NodeLink
-from baton.router.core.reattach import FoundChoice, ReceivedPart, Search
+from baton.router.core.received import PassingOver
 from baton.router.core.registry import Node, Registry
 from baton.router.core.stream import RequestStream
-from baton.router.http import handlers
 from baton.router.http.api import large_bodies
 from baton.runtime.channels import dialer, listener
 from baton.runtime.channels.dialer import Dialer
@@ -83,13 +82,14 @@ def _drop_open(sockets: EngineSockets, peer: PeerName) -> None:
         sockets._channels.unwatch(dialer.fileno())
 
 
-def _any_tokens(found: FoundChoice, received: ReceivedPart) -> bool:
-    return len(found.held.token_ids) + found.is_landing >= received.num_tokens
+def _any_tokens(passing: PassingOver, token_ids: list[int], *, is_end: bool) -> list[int]:
+    again = token_ids[: passing._num_left]
+    passing._num_left = 0 if is_end else passing._num_left - len(again)
+    return again
 
 
-def _twice(search: Search, node: NodeId, entry: TokenEntry) -> None:
-    if (found := search._found.get((node, entry.key))) is not None:
-        found.held.token_ids.extend(entry.token_ids)
+def _pass_none(*_: object, **__: object) -> int:
+    return 0
 
 
 def _believe(channel: Dialer[object, object], change: ConnectionChange) -> None:
@@ -126,10 +126,6 @@ def _go_on(loop: EngineLoop, now_s: float) -> StepResult | None:
 def _first_key_alone(dialer: Dialer[object, object]) -> None:
     dialer._num_tried = 0
     _CONNECT(dialer)
-
-
-def _no_owner(_authorization: str, **_: bool) -> bytes:
-    return b""
 
 
 def _raise_other_errors(error: zmq.ZMQError) -> str:
@@ -200,9 +196,8 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     "accept reads after their lease": LEASES,
     "ignore generations, too": (*LEASES, (SimShm, "is_stale", lambda *_: False)),
     "cache blocks before they are whole": ((Sequence, "store_prefix", _store_all),),
-    "adopt an attempt with other tokens": ((FoundChoice, "continues", _any_tokens),),
-    "take tokens twice during a search": ((Search, "goes_on", _twice),),
-    "take tokens that the client has for new ones": ((RequestStream, "expect_again", _nothing),),
+    "go on from other tokens than the client's": ((PassingOver, "take", _any_tokens),),
+    "take tokens that the client has for new ones": ((RequestStream, "_pass_over", _pass_none),),
     "have no tombstones": (
         (Tombstones, "answer", _nothing),
         (Tombstones, "is_superseded", lambda *_: False),
@@ -223,7 +218,6 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     "go on without a rank": ((EngineLoop, "_settled", _go_on),),
     "blame requests for a killed rank": ((loop, "RANK_KILLED", ""),),
     "try one key alone": ((Dialer, "_connect", _first_key_alone),),
-    "give a stream to any key": ((handlers, "owner_of", _no_owner),),
     "let requests wait without a limit": ((Admission, "take_overdue", lambda *_: []),),
     "let in more than may wait": ((Admission, "check_room", lambda *_, **__: []),),
     "believe transports": ((AgentTurns, "_is_corrupt", lambda *_: False),),

@@ -21,7 +21,7 @@ from typing import TypeVar
 import zmq
 
 from baton.protocol.codec import Codec
-from baton.protocol.messages import Attach, Attached, Cancel, CancelDone, NotAttached
+from baton.protocol.messages import Cancel, CancelDone
 from baton.runtime.channels.dialer import Dialer, Disconnected
 from baton.runtime.channels.keys import NO_KEYS, KeyPair, Keys
 from baton.runtime.channels.listener import Channels, Listener, Received
@@ -66,7 +66,6 @@ class Network:
             (20, 10_000)
         )  # frames that a connection keeps for a silent peer
         self.connections: dict[Connection, None] = {}  # in the order of their begin
-        self.have_met: set[frozenset[Process]] = set()  # pairs that ever had a connection
         self.met: dict[tuple[str, str], int] = {}
         self.numbers = itertools.count(1)
         self.complain = complain
@@ -155,7 +154,6 @@ class Connection:
         self._last_s = [0.0, 0.0]
         self._stalled: list[tuple[int, Callable[[], None]]] = []
         self.network.connections[self] = None
-        self.network.have_met.add(frozenset(self.ends))
         self.pipe = Pipe(link.identity, self)
         router.attach(self.pipe)
 
@@ -208,8 +206,6 @@ def _asked_by(message: object) -> set[object]:
     match message:
         case Cancel(keys=keys):
             return set(keys)
-        case Attach(request_id=request_id):
-            return {request_id}
     return set()
 
 
@@ -217,8 +213,6 @@ def _answered_by(message: object) -> set[object]:
     match message:
         case CancelDone(keys=keys):
             return set(keys)
-        case Attached(request_id=request_id) | NotAttached(request_id=request_id):
-            return {request_id}
     return set()
 
 

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from baton.protocol.config import ClusterConfig, ModelConfig, NodeConfig, RouterConfig
+from baton.protocol.config import ClusterConfig, ModelConfig, RouterConfig
 from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.messages import ResetPrefixCache
+from baton.router.core.request import AttemptState
 from baton.router.core.router_core import ActiveRequest, RouterCore
 from baton.router.http.api.prepare import parse_body
 from baton.router.http.api.schema import Endpoint
@@ -22,7 +23,7 @@ from baton.router.text.tokenizer import Text
 from baton.router.text_router import TextRouter
 from baton.router.worker import TooMuchWork
 from tests.sim.clock import PROCESS
-from tests.sim.members import DETACHED_S, DRAIN_S, Member, SimNode
+from tests.sim.members import DRAIN_S, Member, SimNode
 from tests.sim.network import SimChannels, world_call_at
 from tests.sim.rules import TOKENIZER
 
@@ -66,7 +67,6 @@ class SimRouter(Member):
         config = ClusterConfig(
             model=ModelConfig(served_model_name="sim"),
             router=self.config,
-            node=NodeConfig(detached_s=DETACHED_S),
         )
         process = self.process
         network = self.world.network
@@ -102,10 +102,10 @@ class SimRouter(Member):
     def _state_of(self, request_id: str) -> str:
         active = self.core._requests.get(RequestId(request_id))
         if active is None:
-            return "sought" if request_id in self.core._reattaching._searching else "unknown"
+            return "unknown"
         if active.lifecycle.has_outcome:
             return "ended"
-        return "waiting" if active.lifecycle.waiting_choices else "running"
+        return "waiting" if is_waiting(active) else "running"
 
     def queued(self) -> Iterator[tuple[Key, float]]:
         """Yield each new attempt that waits for nodes, and for how long it has.
@@ -115,6 +115,16 @@ class SimRouter(Member):
         now_s = self.process.clock()
         for key, waiting in self.core._queue._new.items():
             yield key, now_s - waiting.since_s
+
+    def has_deserted(self, key: Key) -> bool:
+        """Return whether this process had that attempt, and has no use for it any more."""
+        if not key.request_id.startswith(f"{self.core.epoch}-"):
+            return False
+        active = self.core._requests.get(key.request_id)
+        if active is None:
+            return True
+        attempt = active.lifecycle.choices[key.choice].attempt
+        return attempt is None or attempt.key.attempt > key.attempt
 
     def requests_of(self, seed: int) -> list[ActiveRequest]:
         """Return the requests of the client with this seed."""
@@ -137,6 +147,12 @@ class SimRouter(Member):
 
     def serves(self, node: SimNode) -> bool:
         return self.state_of(node) == "ready"
+
+
+def is_waiting(active: ActiveRequest) -> bool:
+    """Return whether some choice of a request waits for nodes."""
+    attempts = [choice.attempt for choice in active.lifecycle.choices]
+    return any(one is not None and one.state is AttemptState.WAITING for one in attempts)
 
 
 def api_key(tenant: int) -> str:

@@ -270,10 +270,9 @@ class World:
 
     def _check_outlived(self, node: SimNode) -> None:
         """Check that a node in touch with a router runs nothing that no client of it wants."""
-        asked = {client.request_id: client for client in self.clients}
         for key in node.running():
-            client = asked.get(key.request_id)
-            router = None if client is None else client.deserter_of(key)
+            deserters = (one for one in self.routers if one.has_deserted(key))
+            router = next(deserters, None)
             is_heard = router is not None and router.is_up and node.is_up
             if router is None or not is_heard or not router.knows(node):  # it may know a double
                 self._unwanted_since_s.pop((node.process, key), None)

@@ -575,7 +575,6 @@ def of_bodies() -> Iterator[BadRequest]:
         yield BadRequest(path, whole[CHAT], None, 404)
     yield BadRequest("/v1/models/none", b"", "model", 404, method="GET")
     yield BadRequest("/v1/models/" + "a" * 4000, b"", "model", 404, method="GET")
-    yield BadRequest("/v1/streams/none", b"", None, 404, method="GET")
 
 
 def bad_requests() -> list[BadRequest]:

@@ -7,18 +7,18 @@ detokenizers and the server are the real ones.
 import asyncio
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import aiohttp
 import msgspec
 
 from baton.protocol.config import ClusterConfig
-from baton.protocol.errors import BatonError, Cancelled, NodeError, Overloaded, RequestError
+from baton.protocol.errors import BatonError, Cancelled, NodeError, Overloaded
 from baton.protocol.ids import Key, NodeId, RequestId
-from baton.protocol.messages import FinishReason, ResumeState
+from baton.protocol.messages import FinishReason
 from baton.protocol.sampling import SamplingParams
 from baton.router.core.health import Health, ServedModel
-from baton.router.core.reattach import Claim
+from baton.router.core.received import ReceivedPart
 from baton.router.core.request import NO_CALLER, Caller
 from baton.router.core.stream import RequestStream
 from baton.router.http.app import App
@@ -27,7 +27,6 @@ from baton.router.http.server import Server
 from baton.router.text.chat_template import ChatTemplate
 from baton.router.text.response_parser import Parsing
 from baton.router.text.tokenizer import Text
-from baton.router.text_router import ReadForm
 from baton.runtime.tls import server_context
 from tests.support.async_tests import AsyncTest, Test, with_bench
 from tests.support.small_tokenizers import small_text
@@ -117,7 +116,6 @@ class ScriptedEngine:
         self.errored = False
         self.streams: list[RequestStream] = []
         self.closed: list[str] = []  # by callers, before their end
-        self.kept: ResumeState | None = None  # what nodes would keep of the last request
         self.caller = NO_CALLER  # of the last request
         self._text = small_text()
         self._changed = asyncio.Event()
@@ -127,35 +125,18 @@ class ScriptedEngine:
         prompt: str | list[int],
         params: SamplingParams,
         request_id: str | None = None,
-        kept: ResumeState | None = None,
         parsing: Parsing | None = None,
         caller: Caller = NO_CALLER,
+        received: Sequence[ReceivedPart] = (),
     ) -> RequestStream:
         self.caller = caller
         ids = await self._text.encode(prompt) if isinstance(prompt, str) else prompt
         if self.refusal is not None:
             raise self.refusal
-        self.kept = kept
-        text = prompt if isinstance(prompt, str) else None
-        return self._begin(request_id or "request", text, ids, params, parsing)
-
-    async def reattach(self, claim: Claim, read_form: ReadForm) -> RequestStream:
-        """Begin the last request anew, if it was kept."""
-        if self.kept is None:
-            raise RequestError("no node holds it", code="stream_gone", http_status=404)
-        return self._begin(claim.request_id, None, [5], *read_form(self.kept.form))
-
-    def _begin(
-        self,
-        name: str,
-        text: str | None,
-        ids: list[int],
-        params: SamplingParams,
-        parsing: Parsing | None = None,
-    ) -> RequestStream:
         numbers = range(params.n)
         detokenizers = [self._text.detokenizer(ids, params, i, parsing) for i in numbers]
-        stream = RequestStream(name, text, ids, params, detokenizers)
+        name = request_id or "request"
+        stream = RequestStream(name, ids, params, detokenizers, received=received)
         stream.on_close(lambda: self._close(stream))
         self.streams.append(stream)
         self._changed.set()

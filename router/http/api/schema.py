@@ -199,7 +199,6 @@ class Chat(msgspec.Struct, frozen=True):
     continues_final: bool = False  # the last message stays open, so that the model goes on with it
 
 
-_RULES = ("structured_outputs", "allowed_token_ids", "bad_words", "logit_bias")
 BodyPrompt = str | list[int] | Chat
 _PROMPTS: Mapping[Endpoint, str] = {
     "completions": "prompt",
@@ -237,11 +236,6 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @property
     def is_chat(self) -> bool:
         return self.endpoint != "completions"
-
-    @property
-    def kept_sampling(self) -> dict[str, object]:
-        """The fields on which the text of given tokens depends; rules may be long."""
-        return {name: value for name, value in self.sampling.items() if name not in _RULES}
 
     @property
     def needs_nodes(self) -> bool:

@@ -2,29 +2,19 @@
 
 Each delta becomes an event and is written at once, without a task switch. While a client reads too
 slowly, deltas are merged per choice, and the response's task writes them when there is room.
-
-The id of an event says how much of the response its reader has by then. A client sends the last one
-back as `Last-Event-ID`, and the nodes keep the response's form, so that it can resume a stream at
-any router.
 """
 
 import asyncio
-import hashlib
-import re
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Literal, Protocol
+from typing import Protocol
 
-import msgspec
 from aiohttp import web
 from aiohttp.http import HttpVersion11
 
-from baton.protocol.errors import BatonError, RequestError
-from baton.protocol.ids import MAX_FORM_BYTES
-from baton.protocol.messages import ResumeState
-from baton.protocol.sampling import SamplingParams
-from baton.router.core.reattach import ReceivedPart
-from baton.router.core.stream import RequestStream, Sink, digest_of
+from baton.protocol.errors import BatonError
+from baton.router.core.stream import RequestStream, Sink
+from baton.router.http.api.event_ids import EventIds, ResumePoint
 from baton.router.http.api.openai_chunks import (
     ChunkTemplate,
     ResponseWriter,
@@ -34,7 +24,6 @@ from baton.router.http.connections import connection_of
 from baton.router.http.errors import error_of
 from baton.router.http.metrics import HttpMetrics
 from baton.router.outputs import CompletionOutput, Merged, RequestMetrics
-from baton.router.text.response_parser import Parsing
 
 # What any response to a request must have, besides its own headers.
 EXTRA_HEADERS = web.RequestKey("extra_headers", dict[str, str])
@@ -44,14 +33,6 @@ FULL_BYTES = 256 * 1024
 _COMMENT = b": waiting\n"
 # Tells a client that the response is complete.
 _DONE = b"[DONE]"
-
-MAX_CHOICES = 16  # choices of a response that can be resumed
-LAST_EVENT_ID = "Last-Event-ID"
-OWNER_BYTES = 16
-Tail = Literal["", "/u", "/d"]
-_ID = re.compile(r"(?:chat)?cmpl-[0-9a-f]{24}")
-_PART = re.compile(r"(?:(\d{1,9})(e?)(?:@([0-9a-f]{8}))?)?")
-_TAILS: dict[str, Tail] = {"": "", "u": "/u", "d": "/d"}
 
 
 class Events(Protocol):
@@ -257,29 +238,6 @@ class EventStream:
         self._timer = self._loop.call_later(rest_s, self._break_silence)
 
 
-# --- the ids of events, and what nodes keep, so that a stream can be resumed ---------------------
-
-
-def wants_ids(request: web.Request) -> bool:
-    """Return whether a client can use the ids of events. Benchmarks take every line for data."""
-    accepted = request.headers.get("Accept", "").lower()
-    resumes = request.method == "GET" or LAST_EVENT_ID in request.headers
-    return resumes or "text/event-stream" in accepted
-
-
-class ResumePosition(msgspec.Struct, frozen=True):
-    """How far the reader of a response got. `received` is None if the reader has nothing."""
-
-    response_id: str
-    received: tuple[ReceivedPart, ...] | None
-    tail: Tail = ""
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the reader has the end of every choice."""
-        return self.received is not None and all(part.has_ended for part in self.received)
-
-
 class ChunkEvents:
     """The events of completions and chats, which are chunks, and an end."""
 
@@ -300,24 +258,21 @@ class ChunkEvents:
         num_choices: int,  # per prompt
         prompts: Sequence[ShownPrompt],  # to echo, or with token ids
         num_prompt_tokens: Sequence[int],  # per prompt
-        place: ResumePosition | None = None,
+        point: ResumePoint | None = None,
         *,
         has_ids: bool = False,
     ) -> None:
-        """Begin at the client's `place` if it can resume the stream."""
+        """Begin at `point` if the client can resume the stream."""
         self._writer = writer
         self._num_choices = num_choices
         self._prompts = prompts
         self._num_prompt_tokens = num_prompt_tokens
         self._has_ids = has_ids
-        self._has_usage = place is not None and place.tail != ""
-        received = None
-        if place is not None:
-            received = place.received or (ReceivedPart(),) * num_choices
-        self._ids = EventIds(writer.id, received)
+        self._has_usage = point is not None and point.tail != ""
+        self._ids = EventIds(writer.id, point)
         self._templates = {
             index: writer.chunks(index, num_prompt_tokens[0], one.num_tokens)
-            for index, one in enumerate(received or ())
+            for index, one in enumerate(() if point is None else point.received)
             if one.has_begun
         }
 
@@ -361,135 +316,3 @@ class ChunkEvents:
         if self._has_ids:
             return b"id: %b\ndata: %b\n\n" % (self._ids.current(tail), data)
         return b"data: %b\n\n" % data
-
-
-class EventIds:
-    """Makes the ids of one stream's events.
-
-    An id is `RESPONSE:CHOICES`, with a part for each choice between dots: nothing before its first
-    event, then the number of its tokens, an `e` after its end, and `@` with the digest of the
-    tokens if there are any. `/u` is appended with the usage, and `/d` at the end.
-    A response that cannot be resumed has numbers in the place of `CHOICES`.
-    """
-
-    __slots__ = ("_counts", "_digests", "_num_events", "_parts", "_prefix")
-
-    def __init__(self, response_id: str, received: Sequence[ReceivedPart] | None = None) -> None:
-        """`received` is what the client has of each choice; None if it cannot resume."""
-        self._prefix = response_id.encode() + b":"
-        self._num_events = 0
-        self._counts = [one.num_tokens for one in received] if received is not None else None
-        self._digests = [one.digest for one in received or ()]
-        self._parts = [
-            _part(one.num_tokens, one.digest, has_ended=one.has_ended) if one.has_begun else b""
-            for one in received or ()
-        ]
-
-    def begin(self, choice: int) -> None:
-        """Note the event that opens a choice."""
-        if self._counts is not None:
-            self._parts[choice] = b"0"
-
-    def advance(self, choice: int, token_ids: Sequence[int], *, has_ended: bool) -> None:
-        """Note an event with tokens of a choice."""
-        if self._counts is not None:
-            self._counts[choice] += len(token_ids)
-            digest = self._digests[choice] = digest_of(token_ids, self._digests[choice])
-            self._parts[choice] = _part(self._counts[choice], digest, has_ended=has_ended)
-
-    def current(self, tail: bytes = b"") -> bytes:
-        """Return the id of the event that has just been noted."""
-        if self._counts is not None:
-            return self._prefix + b".".join(self._parts) + tail
-        self._num_events += 1
-        return self._prefix + b"%d" % self._num_events
-
-
-def resume_position(event_id: str) -> ResumePosition:
-    """Read an event id that a client sent back. Raises `RequestError`."""
-    response_id, colon, rest = event_id.partition(":")
-    choices, _, tail = rest.partition("/")
-    parts = [_PART.fullmatch(part) for part in choices.split(".", MAX_CHOICES)]
-    if not (colon and _ID.fullmatch(response_id) and tail in _TAILS and len(parts) <= MAX_CHOICES):
-        parts = [None]
-    received = tuple(_received(*part.groups()) for part in parts if part is not None)
-    if len(received) < len(parts):
-        text = "this is not the id of an event of a stream that can be resumed"
-        raise RequestError(text, param=LAST_EVENT_ID)
-    return ResumePosition(response_id, received, _TAILS[tail])
-
-
-def last_event(event_id: str) -> bytes:
-    """Return the event that ends a stream for a reader who has everything before it."""
-    return f"id: {event_id.partition('/')[0]}/d\ndata: {_DONE.decode()}\n\n".encode()
-
-
-def start_of(response_id: str, event_id: str | None = None) -> ResumePosition:
-    """Return the place of a client that has no part of a response.
-
-    Raises `RequestError` if the id is malformed, or if `event_id` is not of that response.
-    """
-    if _ID.fullmatch(response_id) is None:
-        text = "name a stream by the id of its response, which is the field `id` of its chunks"
-        raise RequestError(text, code="stream_gone", http_status=404)
-    if event_id is not None and event_id.partition(":")[0] != response_id:
-        raise RequestError(
-            "this event does not belong to the stream that the URL names", param=LAST_EVENT_ID
-        )
-    return ResumePosition(response_id, None)
-
-
-def _part(num_tokens: int, digest: int, *, has_ended: bool) -> bytes:
-    part = (b"%de" if has_ended else b"%d") % num_tokens
-    return part + b"@%08x" % digest if num_tokens else part
-
-
-def _received(num_tokens: str | None, end: str | None, digest: str | None) -> ReceivedPart:
-    """Read the groups of a part of an event id, which are None before the choice's first event."""
-    has_begun = num_tokens is not None
-    has_ended = end == "e"
-    return ReceivedPart(int(num_tokens or 0), has_begun, has_ended, int(digest or "0", 16))
-
-
-class Form(msgspec.Struct, frozen=True, array_like=True):
-    """The form of one response: everything besides tokens on which its text and events depend."""
-
-    writer: ResponseWriter
-    sampling: dict[str, object]  # the given fields of `SamplingParams`
-    request_id: str
-    parsing: Parsing | None = None
-
-    @property
-    def params(self) -> SamplingParams:
-        return SamplingParams(**self.sampling)  # type: ignore[arg-type]
-
-
-_encode_form = msgspec.msgpack.Encoder().encode
-_decode_form = msgspec.msgpack.Decoder(Form).decode
-
-
-def kept_of(form: Form, owner: bytes, num_choices: int) -> ResumeState | None:
-    """Return what nodes keep of a response; None for one that cannot be resumed."""
-    data = _encode_form(form)
-    if num_choices > MAX_CHOICES or len(data) > MAX_FORM_BYTES:
-        return None
-    return ResumeState(data, owner, num_choices)
-
-
-def form_of(data: bytes) -> Form:
-    """Read what a node kept. Raises `RequestError` if another version of baton wrote it."""
-    try:
-        form = _decode_form(data)
-        _ = form.params
-    except (msgspec.MsgspecError, RequestError, TypeError) as error:
-        text = "a router of another version began this stream: send the request again"
-        raise RequestError(text, code="stream_gone", http_status=404) from error
-    return form
-
-
-def owner_of(authorization: str, *, wants_key: bool) -> bytes:
-    """Return the client's identity, by its key; the same for all if there are no keys."""
-    if not wants_key:
-        return b""
-    key = authorization.partition(" ")[2].strip()
-    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()[:OWNER_BYTES]

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 import pytest
 
 from baton.protocol.errors import Cancelled, Failure, NodeError, TransferError
-from baton.protocol.ids import ATTEMPTS_PER_ROUTER, Epoch, Key, NodeId, RequestId
+from baton.protocol.ids import Epoch, Key, NodeId, RequestId
 from baton.protocol.messages import (
     NOT_CACHED,
     Accepted,
@@ -27,8 +27,6 @@ from baton.router.core.request import (
     AVOID_S,
     DRAINING,
     PAUSE_S,
-    Adopted,
-    AdoptedChoice,
     Begun,
     CallerGone,
     ChoiceStopped,
@@ -290,37 +288,6 @@ def test_a_stream_that_its_node_ended_unasked_moves_on():
     )
     (place,) = of_type(drive.says(D, CancelDone((KEY,))), SelectNodes)
     assert (place.key, place.num_tokens) == (Key(R, 0, 1), 4)
-
-
-@pytest.mark.parametrize("num_received", [2, 0])
-def test_what_was_taken_over_goes_on_with_attempts_of_this_routers_own(num_received):
-    driver = Driver(max_tokens=9)
-    choice = AdoptedChoice(KEY, [7, 8], num_received, process=(D, EPOCHS[D]))
-    commands = driver.step(Adopted((choice,), ATTEMPTS_PER_ROUTER))
-    assert commands == ([] if num_received else [Deliver(0, [7, 8])])
-    driver.now_s = SILENCE_DEADLINE_S
-    assert driver.says(D, InProgress((KEY,))) == []
-    assert driver.step(Tick()) == [], "its prompt is still on its way to the node"
-    assert driver.says(D, TokenEntry(KEY, 5, [9])) == [Deliver(0, [9])]
-    assert driver.place_again(driver.says(D, Failed(KEY, LOST))) == Key(R, 0, ATTEMPTS_PER_ROUTER)
-
-
-def test_a_first_token_that_only_the_client_has_is_computed_again():
-    """The stream compares it with the client's (`test_stream.py`)."""
-    driver = Driver()
-    choice = AdoptedChoice(KEY, [], 1, process=(D, EPOCHS[D]))
-    assert driver.step(Adopted((choice,), ATTEMPTS_PER_ROUTER)) == []
-    assert driver.place_again(driver.says(D, Failed(KEY, LOST))) == Key(R, 0, ATTEMPTS_PER_ROUTER)
-
-
-def test_a_stream_that_another_router_has_taken_over_is_left_to_it():
-    driver = Driver()
-    driver.place()
-    driver.says(D, TokenEntry(KEY, 3, [7]))
-    taken_over = Failure("stream_taken_over", "by another router", http_status=409)
-    commands = driver.says(D, Failed(KEY, taken_over))
-    assert Outcome(taken_over) in commands
-    assert of_type(commands, SelectNodes) == []
 
 
 ROWS = b"12345678abcdefgh"  # of the second token and the third

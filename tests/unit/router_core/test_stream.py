@@ -21,7 +21,7 @@ def stream_of(params: SamplingParams) -> RequestStream:
     text = small_text()
     prompt = text.encode_now("hello")
     detokenizers = [text.detokenizer(prompt, params, i) for i in range(params.n)]
-    return RequestStream("r", "hello", prompt, params, detokenizers)
+    return RequestStream("r", prompt, params, detokenizers)
 
 
 def tokens(text: str) -> list[int]:
@@ -207,7 +207,7 @@ def test_a_long_prompt_takes_four_bytes_a_token_and_nothing_that_is_freed_one_by
     try:
         detokenizer = small_text().detokenizer([], params, 0)
         before_bytes, _ = tracemalloc.get_traced_memory()
-        stream = RequestStream("r", None, list(prompt), params, [detokenizer])
+        stream = RequestStream("r", list(prompt), params, [detokenizer])
         after_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

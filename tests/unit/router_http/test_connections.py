@@ -186,23 +186,6 @@ async def test_requests_behind_a_stream_are_answered_after_it_in_order(is_early,
     writer.close()
 
 
-@served(script=well)
-async def test_a_body_behind_the_head_of_a_resumed_stream_is_never_a_request(bench):
-    """Nor if it comes late, or if it looks like a request."""
-    first = await bench.post({"prompt": [5], "stream": True})
-    name = json.loads(first.events[0][1])["id"]
-    smuggled = LIVE.replace(b"/live", b"/metrics")
-    head = f"GET /v1/streams/{name} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(smuggled)}\r\n\r\n"
-    for at in (0, 7, len(smuggled)):
-        reader, writer = await bench.dial()
-        writer.write(head.encode() + smuggled[:at])
-        await reader.readuntil(b"[DONE]\n\n\r\n0\r\n\r\n")
-        writer.write(smuggled[at:] + LIVE)
-        received = await reader.readuntil(IS_LIVE)
-        assert received.count(b"HTTP/1.1 ") == 1
-        writer.close()
-
-
 @served(config=few(2))
 async def test_the_longest_idle_connection_makes_room_for_a_new_one(bench):
     (first, to_first), (second, to_second) = await bench.dial(), await bench.dial()

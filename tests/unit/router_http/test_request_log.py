@@ -35,7 +35,8 @@ LOST = NodeError("d0 is lost").to_failure()
 
 
 def begun(stream: RequestStream) -> None:
-    stream.push(0, TEXT.encode_now(" hello"), None)
+    for text in (" hello", " world"):
+        stream.push(0, TEXT.encode_now(text), None)
 
 
 def resumed(stream: RequestStream) -> None:
@@ -149,13 +150,13 @@ async def test_a_stream_of_another_router_is_logged_and_timed_like_one_of_ours(
     """Its client leaves each time, and has a name for the request."""
     caplog.set_level("INFO")
     body = {"prompt": [5], "stream": True}
-    headers = {"X-Request-Id": "mine"}
-    async with bench.session.post("/v1/completions", json=body, headers=headers) as reply:
-        event = await reply.content.readuntil(b"\n\n")
-    (name,) = re.findall(rb"id: (cmpl-\w+):", event)
-    async with bench.session.get(f"/v1/streams/{name.decode()}") as reply:
-        assert reply.headers["X-Request-Id"] == "mine"
-        await reply.content.readuntil(b"\n\n")
+    headers = {"X-Request-Id": "mine", "Accept": "text/event-stream"}
+    for _ in range(2):
+        async with bench.session.post("/v1/completions", json=body, headers=headers) as reply:
+            assert reply.headers["X-Request-Id"] == "mine"
+            event = await reply.content.readuntil(b"\n\n")
+        (event_id,) = re.findall(rb"id: (cmpl-\S+)", event)
+        headers["Last-Event-ID"] = event_id.decode()
     await engine.is_closed(2)
     assert engine.streams[1].token_gaps is engine.streams[0].token_gaps is not None
     await bench.get("/metrics")

@@ -11,6 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 from baton.protocol.config import RouterConfig
 from baton.protocol.errors import RequestError
 from baton.protocol.sampling import SamplingParams, StructuredOutputsParams
+from baton.router.core.received import ReceivedPart, digest_of
 from baton.router.core.stream import RequestStream
 from baton.router.http.api.model_format import ModelFormat
 from baton.router.http.api.schema import parse_chat
@@ -98,23 +99,21 @@ async def test_a_stream_has_the_parts_of_the_whole(bench):
 
 
 def test_a_resumed_stream_goes_on_with_the_same_parts():
-    def stream() -> tuple[RequestStream, list[CompletionOutput]]:
+    def stream(num_received: int) -> tuple[RequestStream, list[CompletionOutput]]:
         params = SamplingParams()
         parsing = Parsing("hermes", reasoning="think")
-        made = RequestStream("r", None, [1], params, [TEXT.detokenizer([1], params, 0, parsing)])
+        detokenizers = [TEXT.detokenizer([1], params, 0, parsing)]
+        part = ReceivedPart(num_received, True, False, digest_of(TOKEN_IDS[:num_received]))
+        made = RequestStream("r", [1], params, detokenizers, received=[part])
         deltas: list[CompletionOutput] = []
         made.send_to(deltas.append)
         return made, deltas
 
-    first, whole = stream()
+    first, whole = stream(0)
     token_by_token(first)
     for num_received in range(len(TOKEN_IDS)):
-        second, rest = stream()
-        second.replay(0, TOKEN_IDS[:num_received])
-        for token_id in TOKEN_IDS[num_received:-1]:
-            second.push(0, [token_id], None)
-        second.push(0, TOKEN_IDS[-1:], "stop")
-        second.finish()
+        second, rest = stream(num_received)
+        token_by_token(second)
         assert rest == whole[num_received:]
 
 

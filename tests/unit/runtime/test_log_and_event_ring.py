@@ -16,7 +16,7 @@ from baton.node.scheduling.plan import StepResult
 from baton.node.sockets import FromRouter
 from baton.protocol.config import LogConfig
 from baton.protocol.ids import Key, RequestId
-from baton.protocol.messages import Keep, Load, Prefill, ResumeState, TokenLogprobs
+from baton.protocol.messages import Load, Prefill, TokenLogprobs
 from baton.protocol.sampling import Sampling
 from baton.runtime.log import logger, say, setup
 
@@ -120,14 +120,12 @@ def test_a_dump_is_a_new_file_that_only_its_owner_can_read(tmp_path):
 
 
 PREFILL = Prefill(Key(RequestId("r1")), [5] * 400, 400, Sampling(seed=0, max_tokens=1))
-KEEP = Keep(ResumeState(b"form", b"owner", 1), [5] * 400, Sampling(seed=0, max_tokens=1), ())
 
 
-@pytest.mark.parametrize("message", [PREFILL, KEEP])
-def test_a_ring_holds_a_bounded_number_of_tokens(message):
+def test_a_ring_holds_a_bounded_number_of_tokens():
     ring = EventRing(capacity=100, max_tokens=1_000)
     for _ in range(10):
-        ring.record(0.0, FromRouter(0, message))
+        ring.record(0.0, FromRouter(0, PREFILL))
         ring.record(0.0, Load(1))
     assert len(ring) == 5  # two prompts and what came around them
 
