@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 from baton.protocol import messages
 from baton.protocol.config import ClusterConfig
@@ -17,20 +18,32 @@ from baton.router.http.app import document
 from baton.runtime.fields import fields_of
 from tests.support.sources import REPOSITORY, name_of, sources, tree
 
-LINK = re.compile(r"\]\(([^)\s#][^)\s]*)\)")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
 # Where a whole section is handed on under another name.
 ALIASES = {"config", "settings"}
 
 
-def test_links_lead_to_files_that_exist():
+def test_links_lead_to_files_and_headings_that_exist():
     pages = [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")]
     broken = [
         f"{name_of(page)}: {target}"
         for page in pages
         for target in LINK.findall(page.read_text())
-        if "://" not in target and not (page.parent / target.partition("#")[0]).exists()
+        if "://" not in target and not is_there(page, target)
     ]
     assert not broken, "\n".join(broken)
+
+
+def is_there(page: Path, target: str) -> bool:
+    """Return whether a relative link of a page has its file, and its heading or anchor in that."""
+    name, _, anchor = target.partition("#")
+    path = page.parent / name if name else page
+    if not anchor or path.suffix != ".md":
+        return path.exists()
+    text = path.read_text()
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return anchor in slugs or f'id="{anchor}"' in text
 
 
 def test_the_picture_names_messages_that_exist():
@@ -54,7 +67,8 @@ def test_generated_pages_are_current():
 
 
 def test_every_field_of_every_body_is_explained_where_it_is_and_nowhere_else():
-    page = (REPOSITORY / "docs" / "api.md").read_text()
+    page = (REPOSITORY / "docs" / "fields.md").read_text()
+    endpoints = (REPOSITORY / "docs" / "api.md").read_text()
     bodies = {"C": CompletionBody, "H": ChatBody, "R": ResponseBody, "T": TokenizeBody}
     known = {
         (letter, name)
@@ -70,11 +84,11 @@ def test_every_field_of_every_body_is_explained_where_it_is_and_nowhere_else():
     refused = {name for name, letters in rows if not letters}
     assert refused == OUTPUT_FIELDS - {name for _, name in known}
     for path in json.loads(document())["paths"]:
-        assert path.partition("{")[0].rstrip("/") in page
+        assert path.partition("{")[0].rstrip("/") in endpoints
 
 
 def test_every_field_of_the_bodies_that_pool_is_explained():
-    page = (REPOSITORY / "docs" / "api.md").read_text()
+    page = (REPOSITORY / "docs" / "fields.md").read_text()
     bodies = {"E": EmbeddingBody, "S": ScoreBody, "K": RerankBody}
     known = {(letter, name) for letter, body in bodies.items() for name in body.__struct_fields__}
     rows = re.findall(r"^\| (`[^|]*`) \| ([ESK ]+) \|", page, re.MULTILINE)
