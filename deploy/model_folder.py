@@ -1,6 +1,6 @@
 """Find the model folder of a command, and check it before any process is started.
 
-Without a path, the folder is that of the demo model that comes with baton (docs/demo-model.md). A
+Without a path, the folder is that of the demo model that comes with baton (docs/install.md). A
 name such as `Qwen/Qwen3-0.6B` that is no folder is one of the Hugging Face hub: its files come from
 the hub's cache, or from the hub where it may be asked. A model that baton cannot compute is refused
 here, in one line, before anything is loaded.
