@@ -9,6 +9,7 @@ dials them all.
 import json
 import shlex
 import shutil
+import socket
 import sys
 from pathlib import Path
 
@@ -31,6 +32,12 @@ from baton.runtime.local_cluster import LocalCluster, fitted_to_gpus, private_fo
 from baton.runtime.log import is_json, logger, say
 from baton.runtime.process import Command, Exit, Interrupts, Supervisor, log_exit, on_hangup
 from baton.runtime.settings import SettingsInMemory
+from baton.runtime.unix_socket import (
+    SCHEME,
+    check_socket_path,
+    remove_left_socket,
+    url_of_socket,
+)
 
 WATCH_S = 0.1
 ROUTER_GRACE_S = 2.0  # the time to end, beyond the time that a drain may take
@@ -77,11 +84,18 @@ class LocalServer:
         """Raises `ConfigError` if the port is taken."""
         self._config = config = fitted_to_gpus(config)
         router = config.router
-        check_port(router.host, router.port)  # routers of another command may share theirs
-        self._reserved = reserve_port(router.host, router.port)
-        self._port: int = self._reserved.getsockname()[1]
+        self._reserved: socket.socket | None = None
+        if router.uds:
+            check_socket_path(router.uds)
+            self._url = url_of_socket(router.uds)
+        else:
+            check_port(router.host, router.port)  # routers of another command may share theirs
+            self._reserved = reserve_port(router.host, router.port)
+            port: int = self._reserved.getsockname()[1]
+            router = msgspec.structs.replace(router, port=port, port_is_held=True)
+            self._url = url_of(router.host, port, is_tls=router.speaks_tls)
         self._folder = private_folder()
-        self._routers = _router_configs(config, self._port, self._folder)
+        self._routers = _router_configs(router, config.router_processes, self._folder)
         self._settings = [
             SettingsInMemory(msgspec.structs.replace(config, router=one)) for one in self._routers
         ]
@@ -102,8 +116,7 @@ class LocalServer:
 
     @property
     def url(self) -> str:
-        router = self._config.router
-        return url_of(router.host, self._port, is_tls=router.speaks_tls)
+        return self._url
 
     def start(self) -> None:
         """Spawn the routers and the nodes."""
@@ -147,7 +160,7 @@ class LocalServer:
         shutdown_timeout_s = 0.0 if is_hurried else self._config.router.shutdown_timeout_s
         self._router.stop(shutdown_timeout_s + ROUTER_GRACE_S, is_hurried=is_hurried)
         self._nodes.stop()
-        self._reserved.close()
+        self._give_back_address()
         for settings in self._settings:
             settings.close()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -161,6 +174,12 @@ class LocalServer:
         self._router.kill()
         self._nodes.kill()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _give_back_address(self) -> None:
+        if self._reserved is not None:
+            self._reserved.close()
+        if self._config.router.uds:  # a router that was killed has left it
+            remove_left_socket(self._config.router.uds)
 
     def _go_on_without(self, ended: Exit) -> None:
         """Start without this node, which is tried again, unless no other node has its role."""
@@ -194,16 +213,20 @@ def greeting(url: str, model: str, *, wants_key: bool = False) -> str:
         header = " -H 'Authorization: Bearer YOUR_KEY'"
     told = "The code of Lima is 4071. The code of Oslo is 2210. What is the code of Lima?"
     body = json.dumps({"model": model, "prompt": told, "max_tokens": 32, "temperature": 0})
-    return f"""
-baton serves {model} at {url}/v1  (Ctrl-C stops it)
-
-curl {url}/v1/completions -H 'Content-Type: application/json'{header} -d {shlex.quote(body)}
-
-from openai import OpenAI  # pip install openai
+    shown = _as_curl_wants(url)
+    asked = "What is 17 + 25?"
+    python = f"""from openai import OpenAI  # pip install openai
 client = OpenAI(base_url="{url}/v1", api_key="{key}")
-asked = "What is 17 + 25?"
+asked = "{asked}"
 answer = client.completions.create(model={json.dumps(model)}, prompt=asked, max_tokens=8)
-print(answer.choices[0].text)
+print(answer.choices[0].text)"""
+    chat = f"baton chat --url {shlex.quote(url)} {shlex.quote(asked)}"
+    return f"""
+baton serves {model} at {shown}/v1  (Ctrl-C stops it)
+
+curl {shown}/v1/completions -H 'Content-Type: application/json'{header} -d {shlex.quote(body)}
+
+{chat if url.startswith(SCHEME) else python}
 """
 
 
@@ -211,26 +234,31 @@ def greeting_without_tokens(url: str, model: str, *, wants_key: bool = False) ->
     """Return a text that shows how to call a server whose model only pools prompts."""
     header = " -H 'Authorization: Bearer YOUR_KEY'" if wants_key else ""
     body = json.dumps({"model": model, "text_1": "What is red?", "text_2": ["Roses.", "Snow."]})
+    shown = _as_curl_wants(url)
     return f"""
-baton serves {model} at {url}/v1, without completions  (Ctrl-C stops it)
+baton serves {model} at {shown}/v1, without completions  (Ctrl-C stops it)
 
-curl {url}/v1/score -H 'Content-Type: application/json'{header} -d {shlex.quote(body)}
+curl {shown}/v1/score -H 'Content-Type: application/json'{header} -d {shlex.quote(body)}
 """
 
 
-def _router_configs(config: ClusterConfig, port: int, folder: Path) -> list[RouterConfig]:
+def _as_curl_wants(url: str) -> str:
+    """Return the URL, with curl's flag before it if it is that of a Unix socket."""
+    if not url.startswith(SCHEME):
+        return url
+    return f"--unix-socket {shlex.quote(url.removeprefix(SCHEME))} http://localhost"
+
+
+def _router_configs(router: RouterConfig, num_routers: int, folder: Path) -> list[RouterConfig]:
     """Return the settings of each router process; each has an endpoint of its own for nodes."""
-    router = config.router
-    num_routers = config.router_processes
     control = router.control or f"ipc://{folder}/control"
     if num_routers == 1:
-        return [msgspec.structs.replace(router, port=port, port_is_held=True, control=control)]
-    first = router.own_port or _free_after(router, port, num_routers)
+        return [msgspec.structs.replace(router, control=control)]
+    first = router.own_port or _free_after(router, router.port, num_routers)
     return [
         msgspec.structs.replace(
             router,
             name=f"{router.name}-{index}",
-            port=port,
             shares_port=True,
             own_port=first + index if first else 0,
             control=_nth(control, index),

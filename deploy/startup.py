@@ -9,7 +9,6 @@ import http.client
 import socket
 import ssl
 from collections.abc import Mapping
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -19,6 +18,7 @@ from baton.runtime.channels.endpoint import bracketed, parse_endpoint
 from baton.runtime.channels.keys import load_keys
 from baton.runtime.log import is_json, logger, say
 from baton.runtime.tls import trusting
+from baton.runtime.unix_socket import check_socket_path, connection_to
 
 PORT_HINT = "choose another with --port N (make serve PORT=N)"
 CONTROL_HINT = "choose another with --control tcp://host:port, and name it to the nodes (--routers)"
@@ -30,7 +30,10 @@ def check_router_ports(config: ClusterConfig) -> None:
     """Raise `ConfigError` if the router could not listen on its configured addresses."""
     router = config.router
     is_shared = router.shares_port or router.port_is_held
-    check_port(router.host, router.port, is_shared=is_shared)
+    if router.uds:
+        check_socket_path(router.uds)
+    else:
+        check_port(router.host, router.port, is_shared=is_shared)
     check_port(router.host, router.own_port, "choose another with --router-own-port N")
     control = parse_endpoint(config.control)
     if not control.path:
@@ -148,20 +151,15 @@ class HealthReply(msgspec.Struct, frozen=True):
 
 
 def ask_health(url: str) -> HealthReply | None:
-    """Return the answer of the router at `url` (http://host:port), or None if there is none.
+    """Return the answer of the router at `url`, or None if there is none.
 
     The certificate of an https router is not checked: it names the host that clients use, nothing
     secret is sent, and Kubernetes' probes do not check it either.
     """
-    parts = urlsplit(url)
-    host = parts.hostname or ""
-    port = parts.port
-    connection = http.client.HTTPConnection(host, port, timeout=HEALTH_TIMEOUT_S)
-    if parts.scheme == "https":
+    context: ssl.SSLContext | None = None
+    if url.startswith("https:"):
         context = trusting(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
-        connection = http.client.HTTPSConnection(
-            host, port, timeout=HEALTH_TIMEOUT_S, context=context
-        )
+    connection, _ = connection_to(url, HEALTH_TIMEOUT_S, context)
     try:
         connection.request("GET", "/health")
         reply = connection.getresponse()

@@ -302,6 +302,14 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     port: Annotated[int, about("port of the HTTP server; 0 picks a free one", ge=0, le=65535)] = (
         8000
     )
+    uds: Annotated[
+        str,
+        about(
+            "path of a Unix socket on which the HTTP server listens instead of a port, for this "
+            "user and group",
+            kind="path",
+        ),
+    ] = ""
     dev_endpoints: Annotated[
         bool,
         about(
@@ -478,7 +486,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def is_on_loopback(self) -> bool:
-        return self.host in ("127.0.0.1", "::1", "localhost")
+        return not self.uds and self.host in ("127.0.0.1", "::1", "localhost")
 
 
 class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -120,7 +120,7 @@ def _chat_template(model: ModelConfig) -> ChatTemplate | None:
 
 
 def _warn_if_open(router: RouterConfig) -> None:
-    if not router.wants_key and not router.is_on_loopback:
+    if not (router.wants_key or router.is_on_loopback or router.uds):
         log.warning(
             "anyone who can reach this address can use the model: require keys with --api-key",
             host=router.host,

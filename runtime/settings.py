@@ -19,6 +19,7 @@ from baton.runtime.fields import Field, FlagParser, did_you_mean, fields_of, wit
 _OWN_NAMED = (
     "router.host",
     "router.port",
+    "router.uds",
     "router.control",
     "router.local_prefill",
     "router.routing",
@@ -84,7 +85,6 @@ FOREIGN_FLAGS = {
     "--speculative-config": "use --num-speculative-tokens",
     "--disable-log-requests": "leave it out, because requests are not logged by default",
     "--seed": "send `seed` with a request",
-    "--uds": "use --host 127.0.0.1 and --port, because baton serves over TCP alone",
     "--root-path": "let the proxy strip the prefix of the path",
 }
 # The values of other servers' settings, and what to use instead.
@@ -171,6 +171,10 @@ def checked(config: ClusterConfig) -> ClusterConfig:
         raise ConfigError("engine.prompt_lookup_min is above engine.prompt_lookup_max")
     if not config.node.routers:
         raise ConfigError("node.routers is empty: name the router's control endpoint")
+    if config.router.uds and config.router_processes > 1:
+        raise ConfigError("router.uds is the socket of one router: leave router_processes at 1")
+    if config.router.uds and config.router.speaks_tls:
+        raise ConfigError("router.uds serves http alone: leave out router.ssl_certfile")
     if not all(config.router.api_keys):
         raise ConfigError("router.api_keys has an empty key: no client could be told from others")
     if config.router.ssl_keyfile and not config.router.ssl_certfile:

@@ -37,6 +37,7 @@ from baton.protocol.errors import ConfigError, NodeError
 from baton.runtime.clock import monotonic
 from baton.runtime.fields import Field, FlagParser, did_you_mean, fields_of, with_values
 from baton.runtime.process import Interrupts
+from baton.runtime.unix_socket import is_url
 
 WATCH_S = 0.2
 RAY_ADDRESS = "RAY_ADDRESS"  # the variable that Ray reads, too
@@ -337,8 +338,10 @@ def arguments_of(command: str, summary: str, arguments: Sequence[str]) -> Cluste
     if command == "up" and not given.on:
         given = msgspec.structs.replace(given, on=LOCAL)
     for url in given.url:
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"--url {url}: give a URL such as http://10.0.0.1:8000")
+        if not is_url(url):
+            raise ConfigError(
+                f"--url {url}: give a URL such as http://10.0.0.1:8000 or unix:/run/baton.sock"
+            )
     if command == "up" and given.on in RENDERED:
         raise ConfigError(
             f"--on {given.on}: write its files with `baton render {given.path} --on {given.on}` "

@@ -28,6 +28,7 @@ DECIDED = {
     "decode": "pools",
     "model.path": "model",
     "router.port": "routers[].port",
+    "router.uds": "routers[].port",
     "router.control": "routers[].control_port",
     "node.id": "the name of the pool",
     "node.routers": "routers",

@@ -5,10 +5,10 @@ enough, so `--url` works on every platform. A node that several routers know is 
 worst state; counts of handoffs are summed over all routers.
 """
 
+import contextlib
+import http.client
 import os
 import ssl
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -19,6 +19,7 @@ from baton.deploy.cluster.processes import ROUTERS, ClusterPlan
 from baton.deploy.cluster.state import ProcessStatus
 from baton.deploy.startup import NodeReply
 from baton.runtime.tls import client_context
+from baton.runtime.unix_socket import connection_to
 
 TIMEOUT_S = 2.0
 KEY_VARIABLE = "BATON_API_KEY"
@@ -133,26 +134,24 @@ def show(
 
 def ask(trust: ssl.SSLContext, router: RouterReply) -> RouterReply:
     """Return a router with its reply at /status.json, or why there is none."""
-    request = urllib.request.Request(f"{router.url}/status.json")
-    if router.api_key:
-        request.add_header("Authorization", f"Bearer {router.api_key}")
+    headers = {"Authorization": f"Bearer {router.api_key}"} if router.api_key else {}
+    connection, base = connection_to(router.url, TIMEOUT_S, trust)
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=trust) as reply:
-            document = msgspec.json.decode(reply.read(), type=RouterDocument)
-            return msgspec.structs.replace(router, document=document)
-    except urllib.error.HTTPError as error:
-        with error:
-            problem = {
-                401: f"asks for an API key: give one with --api-key, or in {KEY_VARIABLE}",
-                404: "has no status page: router.page is off",
-            }.get(error.code, f"answers {error.code}")
-    except (OSError, msgspec.MsgspecError) as error:
-        reason = getattr(error, "reason", error)
-        if isinstance(reason, ssl.SSLCertVerificationError):
-            why = f"its certificate is not trusted ({reason.verify_message}); name its authority "
-            problem = f"cannot be asked: {why}with --ca-file"
-        else:
-            problem = f"does not answer: {getattr(reason, 'strerror', None) or reason}"
+        with contextlib.closing(connection):
+            connection.request("GET", f"{base.rstrip('/')}/status.json", headers=headers)
+            reply = connection.getresponse()
+            if reply.status == 200:
+                document = msgspec.json.decode(reply.read(), type=RouterDocument)
+                return msgspec.structs.replace(router, document=document)
+        problem = {
+            401: f"asks for an API key: give one with --api-key, or in {KEY_VARIABLE}",
+            404: "has no status page: router.page is off",
+        }.get(reply.status, f"answers {reply.status}")
+    except ssl.SSLCertVerificationError as error:
+        why = f"its certificate is not trusted ({error.verify_message}); name its authority "
+        problem = f"cannot be asked: {why}with --ca-file"
+    except (OSError, http.client.HTTPException, msgspec.MsgspecError) as error:
+        problem = f"does not answer: {getattr(error, 'strerror', None) or error}"
     return msgspec.structs.replace(router, problem=problem)
 
 

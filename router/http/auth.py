@@ -96,7 +96,9 @@ class Access:
             return False
         if request.transport is None:
             return False
-        return bool(request.transport.get_extra_info("sockname")[1] == self._config.own_port)
+        address = request.transport.get_extra_info("sockname")
+        # The address of a Unix socket is its path.
+        return isinstance(address, tuple) and bool(address[1] == self._config.own_port)
 
     def _answers_to(self, headers: Mapping[str, str]) -> bool:
         host = headers.get("Host", "")

@@ -316,10 +316,11 @@ class Connections:
         """Add a connection. Return True if it is above the limit and none could make room."""
         transport = connection.transport
         assert transport is not None
-        # The kernel ends a connection on which nothing was acknowledged or taken for that long.
-        transport.get_extra_info("socket").setsockopt(
-            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(self.unread_s * 1000)
-        )
+        sock = transport.get_extra_info("socket")
+        if sock.family != socket.AF_UNIX:
+            # The kernel ends a connection on which nothing was acknowledged or taken for that long.
+            timeout_ms = round(self.unread_s * 1000)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
         if len(self._open) >= self._max_open:
             # Spare connections make room only when all are used, so that they get their answers.
             all_taken = len(self._open) >= self._max_open + SPARE

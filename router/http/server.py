@@ -1,8 +1,10 @@
 """Listen for HTTP clients, drain, and close all connections at the end."""
 
 import asyncio
+import contextlib
 import errno
 import logging
+import os
 import socket
 import ssl
 from asyncio import sslproto
@@ -12,10 +14,11 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from baton.protocol.config import RouterConfig
-from baton.protocol.errors import NodeError
+from baton.protocol.errors import ConfigError, NodeError
 from baton.router.http.app import App
 from baton.router.http.connections import Connection, Connections
 from baton.runtime.log import ROOT
+from baton.runtime.unix_socket import bind_socket, url_of_socket
 
 BACKLOG = 4096
 # Those of IPv4 and IPv6. `::` alone would be IPv6's, which is what nobody means by it.
@@ -31,7 +34,7 @@ TLS_BUFFER_BYTES = 16 * 1024
 
 
 class Server:
-    """An `App` on a listening socket."""
+    """An `App` on a port or a Unix socket."""
 
     def __init__(self, app: App, config: RouterConfig, tls: ssl.SSLContext | None = None) -> None:
         """With `tls`, the server speaks https only."""
@@ -48,17 +51,36 @@ class Server:
             sslproto.SSLProtocol.max_size = TLS_BUFFER_BYTES
         self._connections = Connections(config, http_log, app.refused)
         self._listeners: list[asyncio.Server] = []
+        # The path of the Unix socket, and the device and inode that the file there has.
+        self._socket_file: tuple[str, int, int] | None = None
 
     async def start(self) -> str:
         """Start to listen, and return the URL. Raises a `NodeError` that says what to do."""
         config = self._config
         await self._runner.setup()
-        await self._listen(config.port, is_shared=config.shares_port or config.port_is_held)
+        if config.uds:
+            await self._listen_on_socket(config.uds)
+        else:
+            await self._listen(config.port, is_shared=config.shares_port or config.port_is_held)
         if config.own_port:
             await self._listen(config.own_port, is_shared=False)
+        if config.uds:
+            return url_of_socket(config.uds)
         port = self._listeners[0].sockets[0].getsockname()[1]
         scheme = "http" if self._tls is None else "https"
         return f"{scheme}://{f'[{config.host}]' if ':' in config.host else config.host}:{port}"
+
+    async def _listen_on_socket(self, path: str) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            bound = bind_socket(path)
+        except ConfigError as error:
+            await self.stop()
+            raise NodeError(error.message, code="no_port") from error
+        status = os.stat(path)
+        self._socket_file = (path, status.st_dev, status.st_ino)
+        listener = await loop.create_unix_server(self._new_connection, sock=bound, backlog=ACCEPTS)
+        self._add(listener)
 
     async def _listen(self, port: int, *, is_shared: bool) -> None:
         host = self._config.host
@@ -78,6 +100,9 @@ class Server:
         except OSError as error:
             await self.stop()
             raise NodeError(_why_not(host, port, error), code="no_port") from error
+        self._add(listener)
+
+    def _add(self, listener: asyncio.Server) -> None:
         for listening in listener.sockets:
             # asyncio uses one number for both: connections to accept at once and connections that
             # may wait.
@@ -106,9 +131,21 @@ class Server:
         """Close all connections. It may be called again."""
         for listener in self._listeners:
             listener.close()
+        self._remove_socket_file()
         self._app.close()
         await self._runner.cleanup()
         await asyncio.sleep(0)  # in which the event loop tells the ends of connections
+
+    def _remove_socket_file(self) -> None:
+        """Remove the file of the Unix socket, unless another router has put its own there."""
+        if self._socket_file is None:
+            return
+        path, *own = self._socket_file
+        with contextlib.suppress(OSError):
+            status = os.stat(path)
+            if [status.st_dev, status.st_ino] == own:
+                os.unlink(path)
+        self._socket_file = None
 
 
 def _on_every_address(port: int, *, is_shared: bool) -> socket.socket:

@@ -11,7 +11,6 @@ import ssl
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
 
 import msgspec
 from rich.console import Console
@@ -20,6 +19,7 @@ from rich.text import Text
 from baton.protocol.errors import BatonError, ConfigError, NodeError
 from baton.runtime.fields import FlagParser
 from baton.runtime.tls import client_context
+from baton.runtime.unix_socket import connection_to, is_url
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 KEY_VARIABLE = "BATON_API_KEY"
@@ -72,7 +72,7 @@ class Chat:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
+        if not is_url(self.url):
             raise ConfigError(f"{self.url!r} is not a URL such as {DEFAULT_URL}")
         self.url = self.url.rstrip("/").removesuffix("/v1")
 
@@ -153,19 +153,16 @@ class Chat:
         self, method: str, path: str, body: bytes | None = None
     ) -> Iterator[http.client.HTTPResponse]:
         """Send a request; a failure until the end of the context is a `NodeError`."""
-        parts, headers = urlsplit(self.url), {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json"}
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
-        place, timeout_s = parts.netloc, CONNECT_TIMEOUT_S
-        connection = http.client.HTTPConnection(place, timeout=timeout_s)
-        if parts.scheme == "https":
-            tls = client_context(self.ca_file)
-            connection = http.client.HTTPSConnection(place, timeout=timeout_s, context=tls)
+        tls = client_context(self.ca_file) if self.url.startswith("https:") else None
+        connection, base = connection_to(self.url, CONNECT_TIMEOUT_S, tls)
         try:
             with contextlib.closing(connection):
                 connection.connect()
                 connection.sock.settimeout(SILENCE_TIMEOUT_S)
-                connection.request(method, parts.path + path, body, headers)
+                connection.request(method, base + path, body, headers)
                 response = connection.getresponse()
                 if response.status != 200:
                     why = _reason(response.read().decode(errors="replace"))

@@ -137,6 +137,34 @@ def test_what_serve_prints_works_as_pasted(tmp_path):
         assert "Traceback" not in serve.text
 
 
+def test_a_unix_socket_serves_what_is_pasted_and_outlives_its_router(tmp_path):
+    path = tmp_path / "baton.sock"
+    with serving(tmp_path, "--uds", str(path)) as serve:
+        curl = serve.wait_for(r"(?m)^curl .*$")
+        words = shlex.split(serve.wait_for(r"(?m)^baton chat .*$"))
+        assert f"--unix-socket {path} http://localhost/v1/completions" in curl
+        reply = subprocess.run(shlex.split(curl), capture_output=True, text=True, check=True)
+        assert json.loads(reply.stdout)["choices"][0]["text"] == " 4071."
+        said = chat(*words[2:])
+        assert said.stdout == "42.\n", said.stderr
+        status = [sys.executable, "-m", "baton", "status", "--url", f"unix:{path}"]
+        shown = subprocess.run(status, capture_output=True, text=True, check=False)
+        assert shown.returncode == 0, shown.stdout + shown.stderr
+        assert "decode-0" in shown.stdout
+        named = [*curl.split(" http://", 1)[0].split(), "-sH", "Host: llm.example"]
+        front = subprocess.run(
+            [*named, "http://localhost/health"], capture_output=True, text=True, check=True
+        )
+        assert json.loads(front.stdout)["status"] == "ready", "no page can reach a socket"
+
+        serve.children["router"].kill()
+        serve.wait_for("process ended and will start again")
+        until(lambda: chat("--url", f"unix:{path}", "What is 17 + 25?").stdout == "42.\n")
+        serve.process.send_signal(signal.SIGINT)
+        assert serve.wait_for_exit() == 0, serve.text
+        assert not path.exists()
+
+
 def test_a_model_that_makes_no_tokens_gets_no_decode_node(tmp_path):
     model = str(embedding_folder("qwen3", num_layers=1))
     with serving(tmp_path, model, "--memory-mib", "64", roles={"router", "prefill"}) as serve:
