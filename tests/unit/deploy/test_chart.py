@@ -110,7 +110,8 @@ def test_releases_of_one_namespace_share_no_name_and_no_pod(tmp_path):
     ],
 )
 def test_values_that_cannot_work_are_refused(words, reason):
-    assert reason in refusal(*words)
+    # helm 3 and helm 4 begin their sentences differently.
+    assert reason.lower() in refusal(*words).lower()
 
 
 def test_names_that_are_too_long_for_labels_are_refused():
