@@ -1,8 +1,8 @@
 """Make a release: `python -m tools.release 0.2.0` says what would be done, `--do` does it.
 
-The version is bumped in `protocol/__init__.py` and CHANGELOG.md gets the date, in a commit that
-becomes the tag. Then a wheel and, where their tools are installed, the image and the chart are
-built into dist/. Nothing is uploaded: the last lines say how.
+The version is bumped in `protocol/__init__.py` and CHANGELOG.md gets the date. A wheel and, where
+their tools are installed, the image and the chart are built into dist/; then comes the commit with
+its tag, so a build that fails leaves neither. Nothing is uploaded: the last lines say how.
 """
 
 import argparse
@@ -67,10 +67,7 @@ def write_version(root: Path, version: str, today: date | None = None) -> None:
 
 def steps_of(version: str) -> list[list[str]]:
     """Return the commands of a release, those alone whose tools are installed."""
-    tag = f"v{version}"
     steps = [
-        ["git", "commit", "--all", "--allow-empty", "--message", f"Release {version}"],
-        ["git", "tag", "--annotate", tag, "--message", f"baton {version}"],
         [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", "dist", "."],
     ]
     builder = next((name for name in ("podman", "docker") if shutil.which(name)), None)
@@ -81,7 +78,11 @@ def steps_of(version: str) -> list[list[str]]:
     if chart.is_dir() and shutil.which("helm"):
         versions = ["--version", version, "--app-version", version]
         steps.append(["helm", "package", str(chart), "--destination", "dist", *versions])
-    return steps
+    return [
+        *steps,
+        ["git", "commit", "--all", "--allow-empty", "--message", f"Release {version}"],
+        ["git", "tag", "--annotate", f"v{version}", "--message", f"baton {version}"],
+    ]
 
 
 def _git(root: Path, *words: str) -> str:

@@ -50,10 +50,10 @@ def test_the_version_and_the_date_are_written(checkout):
     assert "## 0.2.0 - 2026-12-24" in (checkout / "CHANGELOG.md").read_text()
 
 
-def test_the_tag_comes_after_the_commit_and_before_what_is_built():
-    first, second, third, *_ = steps_of("0.2.0")
-    assert (first[1], second[1]) == ("commit", "tag")
-    assert "wheel" in third
+def test_a_build_that_fails_leaves_no_commit_and_no_tag():
+    first, *_, second_last, last = steps_of("0.2.0")
+    assert "wheel" in first
+    assert (second_last[1], last[1]) == ("commit", "tag")
 
 
 def test_the_files_that_a_release_changes_are_as_it_expects():
