@@ -99,7 +99,7 @@ class RouterChannel:
         elif self._is_key_refused and not self._has_logged:
             self._has_logged = True
             log.error(
-                "the router refused this node's key, or that the node has none",
+                "the router refused this node's key, or the node has no key",
                 router=self.dialer.endpoint,
                 hint="keys.file must name a copy of the router's key, or neither side may have one",
             )

@@ -55,7 +55,7 @@ class PrefixReads:
         if handoff.is_ended or read is None:
             return  # its Abandon is on its way
         if not read.num_held_blocks < offered.num_blocks <= read.num_wanted_blocks:
-            error = TransferError("another number of blocks was offered than was asked for")
+            error = TransferError("the number of blocks offered is not the number asked for")
             self._outputs.to_connector.append(Abandon(offered.key, error.to_failure()))
             return
         table = handoff.sequence.block_table

@@ -123,8 +123,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     served_model_name: Annotated[
         str,
         about(
-            "name of the model in the API, or several, with commas or one to a flag, of which "
-            "responses show the first; empty takes the folder's name",
+            "names of the model in the API, with commas or one per flag; responses show the first; "
+            "empty takes the folder's name",
             kind="repeated",
         ),
     ] = ""
@@ -148,9 +148,9 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     convert: Annotated[
         Convert,
         about(
-            "what the model makes of whole prompts besides tokens: auto takes what its folder "
-            "says, embed makes embeddings of any model, classify scores by the tokens yes and no, "
-            "and none makes nothing"
+            "what the model returns for whole prompts, besides tokens: auto takes what its folder "
+            "says, embed computes embeddings with any model, classify scores by the tokens yes "
+            "and no, and none returns nothing"
         ),
     ] = "auto"
     max_model_len: Annotated[
@@ -163,8 +163,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     allow_runtime_lora_updating: Annotated[
         bool,
         about(
-            "serve POST /v1/load_lora_adapter and /v1/unload_lora_adapter, by which clients make "
-            "all nodes read a folder; routers and nodes must be told"
+            "serve POST /v1/load_lora_adapter and /v1/unload_lora_adapter, which let clients make "
+            "all nodes read a folder; set it on routers and nodes"
         ),
     ] = False
     max_loras: Annotated[
@@ -190,9 +190,9 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory_mib: Annotated[
         int,
         about(
-            "memory for the KV pool of one node, all ranks together; 0 takes, on CPUs, a quarter "
-            "of the host's free memory, but no more than the sequences of one step can fill, and "
-            "on GPUs nine tenths of the memory that weights and steps leave",
+            "memory for the KV pool of one node, all ranks together; 0 takes a quarter of the "
+            "host's free memory on CPUs (at most what the sequences of one step can fill), and "
+            "nine tenths of what weights and steps leave on GPUs",
             "MiB",
             ge=0,
         ),
@@ -282,16 +282,18 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_speculative_tokens: Annotated[
         int,
         about(
-            "most tokens that a decode step guesses for a sequence from what followed its last "
-            "tokens before (n-gram speculative decoding); 0 guesses none",
+            "most tokens that a decode step guesses for a sequence, from what followed the same "
+            "tokens earlier (n-gram speculative decoding); 0 guesses none",
             ge=0,
             le=16,
         ),
     ] = 0
     prompt_lookup_max: Annotated[
-        int, about("how many last tokens such a guess looks for at first", "tokens", ge=1)
+        int, about("number of last tokens that a guess looks up first", "tokens", ge=1)
     ] = 4
-    prompt_lookup_min: Annotated[int, about("how many it looks for at last", "tokens", ge=1)] = 2
+    prompt_lookup_min: Annotated[
+        int, about("smallest number of last tokens that it looks up", "tokens", ge=1)
+    ] = 2
 
 
 class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -331,8 +333,8 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int,
         about(
             "second port that belongs to this router alone, for metrics, which need no API key "
-            "there; of several routers, `serve` gives each the next port, which with 0 "
-            "begin after the port that they share",
+            "there; `serve` gives each of several routers the next port, beginning "
+            "after the port that they share if this is 0",
             ge=0,
             le=65535,
         ),
@@ -418,7 +420,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reasoning_parser: Annotated[
         ReasoningParser,
         about(
-            "how the model writes reasoning, which is parted from the content of chats, by the "
+            "how the model writes reasoning, which is separated from content of chats, by the "
             "name of vLLM's or SGLang's parser; auto takes what the chat template shows"
         ),
     ] = "auto"

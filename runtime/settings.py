@@ -81,7 +81,7 @@ FOREIGN_FLAGS = {
     "--data-parallel-size": "use --prefill N and --decode N, the numbers of nodes",
     "--pipeline-parallel-size": "use --tensor-parallel-size, or more nodes",
     "--api-server-count": "use --router-processes",
-    "--kv-transfer-config": "leave it out, because prefill and decode are always parted",
+    "--kv-transfer-config": "leave it out, because prefill and decode are always separate",
     "--speculative-config": "use --num-speculative-tokens",
     "--disable-log-requests": "leave it out, because requests are not logged by default",
     "--seed": "send `seed` with a request",

@@ -99,7 +99,7 @@ def _missing_of(
         health = ask_health(url)
         if health is None:
             missing.append(
-                f"{_who(router)} does not answer; see that its host is up, that it was started "
+                f"{_who(router)} does not answer; check that its host is up, that it was started "
                 f"there, and that {url} is open"
             )
             continue
@@ -114,7 +114,7 @@ def _lack(spec: ProcessSpec, router: ProcessSpec, health: HealthReply) -> str | 
         control = next(port.port for port in router.ports if port.name == "control")
         where = f"port {control}" + (f" of {router.host}" if router.host else "")
         return (
-            f"{_who(spec)} has not joined {router.name}; see that its host is up and reaches "
+            f"{_who(spec)} has not joined {router.name}; check that its host is up and reaches "
             f"{where}, that it was started there with the same key and model, and what it logged"
         )
     if node.state == "ready":

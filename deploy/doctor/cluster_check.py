@@ -88,7 +88,7 @@ def check_cluster(file: str, *, via: str, state: str, timeout_s: float) -> Itera
     for host in hosts:
         if host.launcher is None:
             text = (
-                "not looked at, because this command cannot run there: say how to reach it with "
+                "not checked, because this command cannot run there: say how to reach it with "
                 f"--via 'ssh {HOST}', or run `baton doctor {file}` on it too"
             )
             yield _at(host.name, warning("host", text))
@@ -184,7 +184,7 @@ def _report(host: RemoteHost, hosts: Sequence[RemoteHost], *, is_up: bool) -> Ma
     try:
         return msgspec.json.decode(said, type=MachineReport)
     except msgspec.MsgspecError:
-        why = f"baton does not run there ({complaint}): see that it is installed at the same path"
+        why = f"baton does not run there ({complaint}): check that it is installed at the same path"
         return MachineReport("", "", "", (fault("host", why),))
 
 

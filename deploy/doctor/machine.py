@@ -173,7 +173,7 @@ def gpus_finding(num_gpus: int, num_wanted: int) -> Finding:
     if num_gpus < num_wanted:
         return fault(
             "gpus",
-            f"{num_wanted} GPUs are wanted and there are {num_gpus}: install the NVIDIA driver, "
+            f"{num_wanted} GPUs are needed and there are {num_gpus}: install the NVIDIA driver, "
             "lower gpus or replicas, or name more hosts",
         )
     return ok("gpus", str(num_gpus or "none"))
@@ -309,7 +309,7 @@ def _reach(addresses: Sequence[str]) -> Finding | None:
     if silent:
         return fault(
             "reach",
-            f"no answer from {'; '.join(silent)}: see that the host is up, and open the port in "
+            f"no answer from {'; '.join(silent)}: check that the host is up, and open the port in "
             f"every firewall between it and {socket.gethostname()}",
         )
     return ok("reach", ", ".join(shown)) if shown else None

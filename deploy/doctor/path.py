@@ -283,7 +283,7 @@ def _answer(
         limit_s = timeout_s if dialer.connected else connect_s
         if monotonic() - begin_s > limit_s:
             raise NodeError(
-                f"no answer from {where} within {limit_s:g} s: see that `baton doctor --listen` "
+                f"no answer from {where} within {limit_s:g} s: check that `baton doctor --listen` "
                 "runs there, and that the port is open between the hosts",
                 code="path_silent",
             )
@@ -296,7 +296,7 @@ def path_finding(check: str, measured: PathMeasured, rdma_ports: Sequence[str]) 
         code = measured.failure.code
         advice = (
             "open all TCP ports of the host that is read to the other, because UCX picks its ports "
-            "freely, and see that transfer.device names a device of one network"
+            "freely, and check that transfer.device names a device of one network"
         )
         if code == ConfigError.code:
             advice = "see `baton doctor` on the host that reads"
@@ -307,7 +307,7 @@ def path_finding(check: str, measured: PathMeasured, rdma_ports: Sequence[str]) 
         return warning(
             check,
             f"{measured}, although there are RDMA ports ({', '.join(rdma_ports)}): name one with "
-            "transfer.device, and see that the other host has one in the same network",
+            "transfer.device, and check that the other host has one in the same network",
         )
     return ok(check, str(measured))
 

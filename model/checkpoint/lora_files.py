@@ -187,7 +187,9 @@ def read_adapter(name: str, folder: Path, config: DecoderConfig) -> Adapter:
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ConfigError(f"{where}: {pattern!r} is no pattern of layers: {error}") from None
+            raise ConfigError(
+                f"{where}: {pattern!r} is not a valid pattern of layers: {error}"
+            ) from None
     layers, replaced = _tensors_of(where, folder, given, config)
     _check_targets(where, given.target_modules, layers)
     if replaced and given.ensure_weight_tying and config.tie_word_embeddings:

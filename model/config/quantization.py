@@ -451,7 +451,9 @@ def _compressed(where: str, given: _Config) -> tuple[WeightFormat, ...]:
         try:
             re.compile(target.removeprefix("re:"))
         except re.error as error:
-            raise ConfigError(f"{where}: targets: {target!r} is no pattern: {error}") from None
+            raise ConfigError(
+                f"{where}: targets: {target!r} is not a valid pattern: {error}"
+            ) from None
     return tuple(
         msgspec.structs.replace(
             _format_of(where, group, group.format or given.format), targets=group.targets

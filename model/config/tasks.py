@@ -172,7 +172,9 @@ def _of_tokens(
     if not isinstance(decoder, DecoderConfig) or decoder.head != "tokens":
         raise ConfigError(f"{folder}: only baton's own decoders with lm_head.weight make scores")
     if not 1 <= len(token_ids) <= 2 or max(token_ids) >= decoder.vocab_size:
-        raise ConfigError(f"{folder}: a score is made of one or two tokens, not of {token_ids}")
+        raise ConfigError(
+            f"{folder}: a score is computed from one or two tokens, not of {token_ids}"
+        )
     return FolderTasks(
         msgspec.structs.replace(tasks, num_labels=1, scores_by_tokens=True), token_ids
     )
@@ -185,5 +187,5 @@ def _token_id(folder: Path, name: str) -> int:
     if tokenizer.model.vocab is not msgspec.UNSET:
         token_ids |= tokenizer.model.vocab
     if name not in token_ids:
-        raise ConfigError(f"{file} has no token {name!r}, of which scores would be made")
+        raise ConfigError(f"{file} has no token {name!r}, from which scores would be computed")
     return token_ids[name]

@@ -156,7 +156,7 @@ class ClusterAdapters:
                     await self._changed.wait()
         except TimeoutError:
             slow = ", ".join(sorted(pending.waits_for))
-            text = f"the adapter {name!r} was not loaded: no answer of {slow} in {LOAD_S:g} s"
+            text = f"the adapter {name!r} was not loaded: no answer from {slow} within {LOAD_S:g} s"
             raise NodeError(text, http_status=504) from None
         finally:
             self._pending = None

@@ -233,7 +233,7 @@ class Lifecycle:
             return
         self._out.extend(attempt.releases({node}))
         if self.request.sampling.pooling is None or not message.numbers:
-            text = "prefill sent something else than was wanted of the prompt"
+            text = "prefill returned something other than what the prompt asked for"
             self._lose(attempt, Loss.broken(text, node), node)
             return
         self._out.append(Timed(attempt.key, message.times, of_prompt=True))

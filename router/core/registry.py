@@ -298,7 +298,7 @@ class Registry:
         if was in ("ready", "draining") and node.state == "stuck":
             text = f"{node.node_id} is stuck: its step has run for {message.step_age_s:.0f} s"
             if message.loop_age_s > STUCK_S:
-                text = f"{node.node_id} is stuck: its loop hangs for {message.loop_age_s:.0f} s"
+                text = f"{node.node_id} is stuck: its loop has hung for {message.loop_age_s:.0f} s"
             return [Left(node.node_id, node.role, _lost(text))]
         return [Entered(node.info)] if was != "ready" and node.state == "ready" else []
 
@@ -549,7 +549,7 @@ def differences(info: NodeInfo, model: NodeInfo) -> dict[str, str]:
         if getattr(info, name) != getattr(model, name)
     ]
     if info.facts.tasks != model.facts.tasks:
-        limits.append("its model can be asked for other things (modules.json, model.convert)")
+        limits.append("its model serves other tasks (modules.json, model.convert)")
     if limits:
         found["limits_mismatch"] = ", ".join(limits)
     return found

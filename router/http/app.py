@@ -186,7 +186,7 @@ class App:
     def _health_now(self) -> Health:
         health = self._engine.health()
         if self._handlers.is_draining:
-            text = "the router is ending: it finishes its requests and takes no new ones"
+            text = "the router is shutting down: it finishes its requests and takes no new ones"
             health = msgspec.structs.replace(health, status="draining", message=text)
         return health
 
@@ -359,8 +359,8 @@ _POSTS: dict[str, tuple[type, str]] = {
     "/v1/messages": (MessageBody, "Answer the last turn of a chat, in Anthropic's form."),
     "/v1/messages/count_tokens": (CountBody, "Return the number of a prompt's tokens."),
     "/v1/embeddings": (EmbeddingBody, "Return the embeddings of texts."),
-    **dict.fromkeys(SCORE_PATHS, (ScoreBody, "Return how well pairs of texts fit.")),
-    **dict.fromkeys(RERANK_PATHS, (RerankBody, "Put documents in the order of how well they fit.")),
+    **dict.fromkeys(SCORE_PATHS, (ScoreBody, "Return how well pairs of texts match.")),
+    **dict.fromkeys(RERANK_PATHS, (RerankBody, "Rank documents by how well they match a query.")),
     "/tokenize": (TokenizeBody, "Return the token ids of a prompt or a chat."),
     "/detokenize": (DetokenizeBody, "Return the text of token ids."),
 }

@@ -204,7 +204,7 @@ def _wrong_line(kind: str, problem: str, grammar: str) -> RequestError:
     if rule is None or not position["problem"]:
         return _wrong(kind, problem)
     what = clip(position["problem"].partition("\n")[0])
-    text = f"the JSON schema cannot be kept: {what}"
+    text = f"the JSON schema cannot be enforced: {what}"
     return RequestError(text, param=f"structured_outputs[{rule['number']}]")
 
 

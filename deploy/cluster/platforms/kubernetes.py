@@ -51,7 +51,7 @@ def _filled(plan: ClusterPlan, namespace: str) -> str:
     if program is None:
         raise ConfigError(
             "--on kubernetes: helm fills in the manifests and is not installed; install it "
-            "(https://helm.sh) where you render, no cluster needs it"
+            "(https://helm.sh) where you render; the cluster does not need it"
         )
     words = [program, "template", plan.description.name, str(CHART), "--namespace", namespace]
     with tempfile.TemporaryDirectory() as folder:

@@ -101,8 +101,8 @@ def _check_names(tools: ToolUse, row: CallFormat) -> None:
     for function in tools.functions:
         if not all(part.isidentifier() for part in function.name.split(".")):
             text = (
-                f"this model calls functions in Python, where {clip(function.name)!r} is no name; "
-                "use letters, digits and _ alone"
+                f"this model calls functions in Python, where {clip(function.name)!r} is not a "
+                "name; use only letters, digits and _"
             )
             raise RequestError(text, param="tools")
 
@@ -111,7 +111,7 @@ def _rules_of(parsed: ParsedRequest, tools: ToolUse) -> CallRules | None:
     """Return which calls a grammar has to allow; None where the response needs none.
 
     A form that is none of JSON is kept alone, and says itself where there may be calls. Raises
-    `RequestError` for a form that cannot be kept beside calls.
+    `RequestError` for a form that cannot be enforced beside calls.
     """
     form: dict[str, object] | None = None
     if "structured_outputs" in parsed.sampling:
@@ -119,7 +119,7 @@ def _rules_of(parsed: ParsedRequest, tools: ToolUse) -> CallRules | None:
         assert wanted is not None, "the field is there"
         form = _schema_of_form(wanted)
         if tools.is_required or (tools.is_strict and form is None):
-            text = f"{parsed.form_param} cannot be kept beside tool calls that must have a form"
+            text = f"{parsed.form_param} cannot be enforced beside tool calls that must have a form"
             raise RequestError(text, param=parsed.form_param)
     if not (tools.is_required or tools.is_strict or form is not None):
         return None

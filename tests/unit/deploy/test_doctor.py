@@ -54,7 +54,7 @@ SPLIT = PathMeasured(failure=Failure("no_transport", "nothing serves both"))
         (start_findings(BARE)[0], "fault", "install a C compiler"),
         (start_findings(TORCH)[-1], "ok", "every GPU can read"),
         (start_findings(APART)[-1], "warning", "cannot read each other (0-1)"),
-        (gpus_finding(1, 2), "fault", "2 GPUs are wanted and there are 1"),
+        (gpus_finding(1, 2), "fault", "2 GPUs are needed and there are 1"),
         (nixl_finding(None, needs_nixl=False), "warning", "pip install -e '.[nixl]'"),
         (nixl_finding("no plugin", needs_nixl=False), "warning", "no plugin"),
         (nixl_finding("", needs_nixl=True), "ok", "an agent starts"),

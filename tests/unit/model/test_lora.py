@@ -147,7 +147,7 @@ def test_nodes_with_other_adapters_have_another_fingerprint():
         ({"modules_to_save": ["score"]}, "modules_to_save names score"),
         ({"bias": "lora_only"}, "bias 'lora_only'"),
         ({"rank_pattern": {"q_proj": 4}}, r"q_proj.lora_A.weight has the shape \[8, \d+\]"),
-        ({"alpha_pattern": {"q_(": 4}}, "is no pattern of layers"),
+        ({"alpha_pattern": {"q_(": 4}}, "is not a valid pattern of layers"),
         ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens"),
         ({"a_field_of_tomorrow": 1}, "a_field_of_tomorrow"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa'"),

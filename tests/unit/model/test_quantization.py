@@ -403,7 +403,7 @@ def test_an_adapter_adds_to_quantized_weights():
                     "a": {"weights": {"num_bits": 8, "type": "int"}, "targets": ["re:("]}
                 }
             },
-            "is no pattern",
+            "is not a valid pattern",
         ),
     ],
 )

@@ -267,7 +267,7 @@ async def test_a_node_that_never_answers_is_named(monkeypatch):
     monkeypatch.setattr(router_adapters, "LOAD_S", 0.01)
     world = World(1, 2)
     world.queues.clear()
-    with pytest.raises(BatonError, match="no answer of n0, n1 in") as error:
+    with pytest.raises(BatonError, match="no answer from n0, n1 within") as error:
         await world.routers[0].load("sql", "/a", in_place=False, others=())
     assert error.value.http_status == 504
 

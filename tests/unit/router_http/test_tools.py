@@ -273,7 +273,7 @@ def test_every_name_that_a_tool_may_have_is_found_in_a_call(written, name):
     if written == "pythonic" and not name.replace(".", "").isidentifier():
         function = {"type": "function", "function": {"name": name}}
         parsed = parse_chat(json.dumps({**BODY, "tools": [function]}).encode())
-        with pytest.raises(RequestError, match="is no name"):
+        with pytest.raises(RequestError, match="is not a name"):
             ModelFormat(tools=written).apply(parsed)
         return
     row = call_format(written)
@@ -366,4 +366,4 @@ def test_a_schema_that_cannot_be_kept_names_its_tool(choice):
     with pytest.raises(RequestError) as caught, blaming(parsed.sent):
         checked_grammar(wanted)
     assert caught.value.param == "tools[2]"
-    assert caught.value.message == "the JSON schema cannot be kept: Unknown format: no-such"
+    assert caught.value.message == "the JSON schema cannot be enforced: Unknown format: no-such"
