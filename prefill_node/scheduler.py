@@ -139,12 +139,11 @@ class PrefillScheduler:
 
     def _prefix_received(self, now_s: float, report: KVReceived) -> None:
         handoff = self._handoff(report.key)
+        # Readers check the generations of its blocks, which the next step publishes, so the blocks
+        # are announced after it.
         self._reads.received(now_s, handoff)
         if handoff.is_ended:
             self._release_if_idle(handoff)
-        else:
-            handoff.sequence.store_prefix(self.pool)
-            self._announce(handoff)
 
     def _prefix_ended(self, now_s: float, report: ReceiveEnded) -> None:
         self.pool.quarantine(report.quarantined)

@@ -108,6 +108,21 @@ def test_what_another_node_has_cached_is_read_and_not_computed(reader):
     assert (reader.pool.num_owned, len(reader.pool.cache)) == (0, 5), "it has them now, too"
 
 
+def test_blocks_that_were_read_are_announced_when_a_step_has_published_their_generations():
+    drive = prefill_drive()
+    drive.scheduler.add(0.0, 0, msgspec.structs.replace(prefill("r", PROMPT), prefix_node=SOURCE))
+    drive.launch()
+    lands(drive, begins(drive, 4))
+    drive.scheduler.on_report(0.0, received())
+    plan = drive.launch()
+    assert plan is not None
+    assert not [event for event in drive.asked if isinstance(event, BlockRange)]
+    drive.settle(plan)
+    [block_range] = [event for event in drive.asked if isinstance(event, BlockRange)]
+    announced = zip(block_range.block_ids, block_range.generations, strict=True)
+    assert set(announced) <= set(plan.generations)
+
+
 def test_only_blocks_that_are_not_here_are_read():
     drive = prefill_drive()
     short = msgspec.structs.replace(prefill("before", PROMPT[:9]), decode_node=None)
