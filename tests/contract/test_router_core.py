@@ -281,4 +281,4 @@ async def test_a_model_that_makes_no_tokens_is_ready_without_decode_nodes(bench)
     other = ScriptedNode(bench.endpoint, embedding_node("p1"))  # with other settings
     bench.nodes.append(other)
     other.join()
-    assert "can be asked for other things" in (await other.hear(Refused)).failure.message
+    assert "serves other tasks" in (await other.hear(Refused)).failure.message
