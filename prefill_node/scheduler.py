@@ -102,7 +102,7 @@ class PrefillScheduler:
         for handoff in [*self._waiting.values(), *self._computing.values()]:
             if handoff.origin == origin:
                 self._end(handoff, lost)
-        # A client may have the first token of a computed prompt, so decode must get its blocks.
+        # The channel may have broken here alone, so decode must get the blocks of computed prompts.
         for handoff in self._holding.values():
             if handoff.origin == origin:
                 handoff.origin = NO_ROUTER

@@ -7,12 +7,10 @@ from typing import Literal
 import msgspec
 
 from baton.protocol.errors import Failure
-from baton.protocol.ids import Key, NodeId
+from baton.protocol.ids import NodeId
 from baton.protocol.messages import FinishReason, StageTimes
+from baton.router.core.request import Attempt, NodesSelected, ServedBy
 
-# How a request was served: by a pair of nodes, by a decode node alone, which computed the prompt
-# itself, or by a prefill node alone, for a single token.
-ServedBy = Literal["disaggregated", "local_prefill", "prefill_only"]
 StopReason = str | int | None
 # As clients get it; nodes only know `FinishReason`.
 EndReason = FinishReason | Literal["tool_calls"]
@@ -89,49 +87,6 @@ class CompletionOutput(msgspec.Struct):
 
 
 @dataclass(slots=True)
-class AttemptRecord:
-    """One attempt at a request or at one of its choices. Seconds count from the request's arrival.
-
-    The router's clock measured `..._at_s`, and the nodes' clocks measured the durations.
-    """
-
-    choice: int  # the first choice of the attempt
-    num_choices: int
-    number: int  # 0 is the first attempt
-    asked_at_s: float  # when nodes were asked for
-    placed_at_s: float | None = None
-    prefill_node: NodeId | None = None
-    decode_node: NodeId | None = None
-    prefilled_at_s: float | None = None  # when the prefill node's first tokens came
-    decoding_at_s: float | None = None  # when the decode node's first tokens came
-    lost_at_s: float | None = None
-    failure: str = ""  # the code of its loss
-    queue_s: float = 0.0
-    prefix_read_s: float = 0.0
-    prefill_s: float = 0.0
-    transfer_s: float = 0.0
-    exposed_s: float = 0.0
-    decode_queue_s: float = 0.0
-    first_step_s: float = 0.0
-
-    def timed(self, now_s: float, times: StageTimes, *, of_prompt: bool) -> None:
-        """Add what one of its nodes measured. That node's first tokens came at `now_s`."""
-        if of_prompt:
-            self.queue_s = times.queue_s
-            self.prefill_s = times.prefill_s
-            self.prefix_read_s = times.prefix_read_s
-        if of_prompt and self.prefill_node is not None:
-            self.prefilled_at_s = now_s
-            return
-        if not of_prompt or times.prefill_s:  # otherwise decode has only accepted
-            self.decoding_at_s = now_s
-        self.transfer_s = times.transfer_s
-        self.exposed_s = times.exposed_s
-        self.decode_queue_s = times.decode_queue_s
-        self.first_step_s = times.first_step_s
-
-
-@dataclass(slots=True)
 class RequestMetrics:
     """How a request went. Each duration was measured on the clock of a single process."""
 
@@ -166,7 +121,7 @@ class RequestMetrics:
     num_reasoning_tokens: int = 0  # among the output tokens, once the request has ended
     # Reasons of the choices that ended.
     finish_reasons: list[EndReason] = field(default_factory=list)
-    attempts: list[AttemptRecord] = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)
 
     @property
     def num_new_tokens(self) -> int:
@@ -178,32 +133,23 @@ class RequestMetrics:
         self.num_output_tokens += num_tokens
         self.num_received_tokens += num_tokens
 
-    def begin_attempt(self, key: Key, num_choices: int, at_s: float) -> None:
-        """Record that an attempt began to wait for nodes. Times count from the arrival."""
-        self.attempts.append(AttemptRecord(key.choice, num_choices, key.attempt, at_s))
+    def begin(self, attempt: Attempt) -> None:
+        """Record an attempt that begins to wait for nodes."""
+        self.attempts.append(attempt)
         if len(self.attempts) > MAX_ATTEMPTS_KEPT:
             del self.attempts[1]
 
-    def placed(self, key: Key, at_s: float, prefill: NodeId | None, decode: NodeId | None) -> None:
-        """Record the nodes of an attempt."""
-        if (record := self._record_of(key)) is not None:
-            record.placed_at_s = at_s
-            record.prefill_node = prefill
-            record.decode_node = decode
+    def placed(self, attempt: Attempt, selected: NodesSelected) -> None:
+        """Record the nodes of an attempt, which has got them."""
         if self.num_attempts == 0:
-            self.router_queue_s = at_s
-        self.num_attempts = max(self.num_attempts, key.attempt + 1)
+            self.router_queue_s = attempt.placed_at_s or 0.0
+        self.num_attempts = max(self.num_attempts, attempt.key.attempt + 1)
+        self.path = selected.path
+        self.local_fallback = selected.is_fallback
+        self.num_predicted_tokens = selected.num_cached_tokens
 
-    def lost(self, key: Key, at_s: float, failure: Failure) -> None:
-        """Record that an attempt was lost."""
-        if (record := self._record_of(key)) is not None:
-            record.lost_at_s = at_s
-            record.failure = failure.code
-
-    def add_stages(
-        self, key: Key, at_s: float, times: StageTimes, *, of_prompt: bool
-    ) -> AttemptRecord | None:
-        """Add what one node measured, and return its attempt. Over resumes, stages add up."""
+    def timed(self, times: StageTimes, *, of_prompt: bool) -> None:
+        """Add what one node measured. Over resumes, stages add up."""
         if of_prompt:
             self.queue_s += times.queue_s
             self.prefix_read_s += times.prefix_read_s
@@ -216,9 +162,6 @@ class RequestMetrics:
         self.transfer_bytes += times.transfer_bytes
         self.decode_queue_s += times.decode_queue_s
         self.first_step_s += times.first_step_s
-        if (record := self._record_of(key)) is not None:
-            record.timed(at_s, times, of_prompt=of_prompt)
-        return record
 
     def try_again(self, failure: Failure, *, is_resume: bool) -> None:
         """Count another attempt after a loss."""
@@ -227,11 +170,6 @@ class RequestMetrics:
         self.num_retries += not is_resume
         self.num_resumes += is_resume
         self.resumed = self.resumed or is_resume
-
-    def _record_of(self, key: Key) -> AttemptRecord | None:
-        wanted = key.choice, key.attempt
-        records = reversed(self.attempts)
-        return next((one for one in records if (one.choice, one.number) == wanted), None)
 
 
 @dataclass(slots=True)
@@ -337,8 +275,8 @@ def waterfall(metrics: RequestMetrics) -> list[StageSpan]:
     compared. If choices were continued separately after a loss, the stages are those of the last.
     """
     end_s = metrics.e2e_s or 0.0
-    last = metrics.attempts[-1].choice if metrics.attempts else 0
-    chain = [one for one in metrics.attempts if one.choice <= last < one.choice + one.num_choices]
+    last = metrics.attempts[-1].choices[0] if metrics.attempts else 0
+    chain = [one for one in metrics.attempts if last in one.choices]
     stages: list[StageSpan] = []
     now_s = 0.0
     # Without attempts, only one end is left.
@@ -354,9 +292,7 @@ def waterfall(metrics: RequestMetrics) -> list[StageSpan]:
     return stages
 
 
-def _ends_of_stages(
-    one: AttemptRecord, end_s: float
-) -> Iterator[tuple[str, float, NodeId | None, str]]:
+def _ends_of_stages(one: Attempt, end_s: float) -> Iterator[tuple[str, float, NodeId | None, str]]:
     """Yield the stages of an attempt in order: name, end, node, and the code of its loss."""
     yield "router_queue", end_s if one.placed_at_s is None else one.placed_at_s, None, ""
     computes = one.prefill_node or one.decode_node

@@ -17,10 +17,12 @@ from baton.protocol.errors import ConfigError, RequestError
 from baton.protocol.pooling import Pooling
 from baton.protocol.sampling import SamplingParams
 from baton.router.core.admission import (
-    OutputRules,
     check_num_logprobs,
+    check_pooled,
     check_prompt,
     check_vocabulary,
+    fit,
+    sampling_of,
 )
 from baton.router.core.health import Health, ServedModel
 from baton.router.core.received import ReceivedPart
@@ -111,11 +113,11 @@ class TextRouter:
         is_computed_whole = params.prompt_logprobs is not None
         is_cached = self._is_cache_aware and not is_computed_whole
         keys = await self._keys_of(token_ids, caller.scope.root) if is_cached else ()
-        rules = await self._rules_of(params, caller)
-        if rules.grammar and parsing is not None and parsing.reasoning:
+        grammar = await self._grammar_of(params, caller)
+        if grammar and parsing is not None and parsing.reasoning:
             is_open = self._text.opens_reasoning(token_ids, parsing.reasoning)
-            grammar = after_reasoning(rules.grammar, parsing.reasoning, is_open=is_open)
-            rules = msgspec.structs.replace(rules, grammar=grammar)
+            grammar = after_reasoning(grammar, parsing.reasoning, is_open=is_open)
+        bad_words = await self._bad_words_of(params)
         detokenizers = [
             self._text.detokenizer(token_ids, params, i, parsing) for i in range(params.n)
         ]
@@ -123,7 +125,11 @@ class TextRouter:
         name = request_id or self.core.new_id()
         stream = RequestStream(name, token_ids, params, detokenizers, spell, received)
         check_num_logprobs(stream.num_prompt_logprobs)
-        self.core.submit(stream, keys, rules, caller.tenant)
+        max_tokens, stream.metrics.max_tokens_clamped = fit(
+            len(token_ids), params, self.core.limits()
+        )
+        sampling = sampling_of(params, max_tokens, caller.scope, grammar, bad_words)
+        self.core.submit(stream, sampling, keys, caller.tenant)
         return stream
 
     async def pool(
@@ -137,21 +143,33 @@ class TextRouter:
 
         The caller must wait for the end of the stream, which then has `pooled`, or `close` it.
         """
-        check_vocabulary(token_ids, self.core.limits().vocab_size)
-        rules = OutputRules(scope=caller.scope, pooling=pooling)
+        limits = self.core.limits()
+        check_vocabulary(token_ids, limits.vocab_size)
+        check_pooled(len(token_ids), limits)
         # Of other kinds, all rows are computed, whatever is cached.
         is_cached = self._is_cache_aware and pooling in ("last", "classify")
         keys = await self._keys_of(token_ids, caller.scope.root) if is_cached else ()
         stream = RequestStream(request_id or self.core.new_id(), token_ids, _POOLED, ())
-        self.core.submit(stream, keys, rules, caller.tenant)
+        sampling = msgspec.structs.replace(sampling_of(_POOLED, 1, caller.scope), pooling=pooling)
+        self.core.submit(stream, sampling, keys, caller.tenant)
         return stream
 
     @property
     def num_prefill_nodes(self) -> int:
         return len(self.core.registry.in_service("prefill"))
 
-    async def _rules_of(self, params: SamplingParams, caller: Caller) -> OutputRules:
-        """Return the rules for an output. Raises `RequestError`."""
+    async def _grammar_of(self, params: SamplingParams, caller: Caller) -> str:
+        """Return the grammar of the wanted form; "" without one. Raises `RequestError`."""
+        form = params.structured_outputs
+        if form is None:
+            return ""
+        if problem := self._text.problem_of_forms:
+            text = f"the model's tokenizer allows no form: {problem}"
+            raise RequestError(text, code="unsupported", param="structured_outputs")
+        return await self._forms.grammar_of(form, caller.tenant.name)
+
+    async def _bad_words_of(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Return the bad words as token ids. Raises `RequestError` for ids out of range."""
         vocab_size = self.core.limits().vocab_size
         for name in ("allowed_token_ids", "logit_bias"):
             if max(getattr(params, name) or (0,)) >= vocab_size:
@@ -160,14 +178,7 @@ class TextRouter:
         # A word begins with another token after a blank.
         spellings = [s for word in params.bad_words or () for s in (word, f" {word.lstrip()}")]
         words = [await self._text.encode(s, add_special_tokens=False) for s in spellings]
-        grammar = ""
-        if (form := params.structured_outputs) is not None:
-            if problem := self._text.problem_of_forms:
-                text = f"the model's tokenizer allows no form: {problem}"
-                raise RequestError(text, code="unsupported", param="structured_outputs")
-            grammar = await self._forms.grammar_of(form, caller.tenant.name)
-        bad_words = tuple(dict.fromkeys(map(tuple, filter(None, words))))
-        return OutputRules(grammar, bad_words, caller.scope)
+        return tuple(dict.fromkeys(map(tuple, filter(None, words))))
 
     async def _keys_of(self, token_ids: list[int], root: BlockHash) -> tuple[BlockKey, ...]:
         """Return the keys of a prompt's blocks, hashed off the event loop if there are many."""

@@ -6,6 +6,7 @@ waited already and its blocks may be cached somewhere.
 """
 
 import math
+import secrets
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,18 +20,17 @@ from baton.protocol.config import RouterConfig
 from baton.protocol.errors import Failure, Overloaded, RequestError
 from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.messages import Role
-from baton.protocol.pooling import Pooling
 from baton.protocol.sampling import (
-    EVERYONE,
     MAX_PROMPT_LOGPROBS,
+    SEED_BITS,
     Penalties,
     Sampling,
     SamplingParams,
     Scope,
 )
-from baton.router.core.policy import CheapestPair, Decision
+from baton.router.core.policy import CheapestPair
 from baton.router.core.registry import Registry
-from baton.router.core.request import ANYONE, SelectNodes, Tenant
+from baton.router.core.request import ANYONE, NodesSelected, SelectNodes, Tenant
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 MAX_RETRY_AFTER_S = 60.0
@@ -74,22 +74,12 @@ class Limits(msgspec.Struct, frozen=True, dict=True):
 
 
 @dataclass(slots=True, eq=False)
-class QueuedAttempt:
-    selection: SelectNodes
-    since_s: float
-    work: float = 1.0  # in tokens, per weight of its tenant
-    unplaceable_at: int = -1  # the version of the registry at which no node could take it
-    # The roles whose nodes were full when it was looked at last; None before that.
-    waits_for: frozenset[Role] | None = None
-
-
-@dataclass(slots=True, eq=False)
 class Share:
     """The new attempts of one tenant in the order of their arrival."""
 
     tenant: Tenant
     due: float  # the virtual time of its next attempt
-    attempts: dict[Key, QueuedAttempt] = field(default_factory=dict)
+    attempts: dict[Key, SelectNodes] = field(default_factory=dict)
     num_tokens: int = 0  # of their prompts
 
     def fill(self, max_queued: int, num_more: int = 0, more_tokens: int = 0) -> float:
@@ -110,27 +100,26 @@ class FairQueue:
     """
 
     def __init__(self) -> None:
-        self.attempts: dict[Key, QueuedAttempt] = {}  # of all, in the order of their arrival
+        self.attempts: dict[Key, SelectNodes] = {}  # of all, in the order of their arrival
         self._shares: dict[str, Share] = {}
         self._virtual = 0.0  # when the last attempt that got nodes was due
 
-    def add(self, waiting: QueuedAttempt) -> None:
-        selection = waiting.selection
+    def add(self, selection: SelectNodes) -> None:
         share = self._shares.get(selection.tenant.name)
         if share is None:
             self._forget_idle()
             share = self._shares[selection.tenant.name] = Share(selection.tenant, self._virtual)
         if not share.attempts:
             share.due = max(share.due, self._virtual)
-        share.attempts[selection.key] = self.attempts[selection.key] = waiting
+        share.attempts[selection.key] = self.attempts[selection.key] = selection
         share.num_tokens += selection.num_tokens
 
-    def pop(self, key: Key, default: None = None) -> QueuedAttempt | None:
+    def pop(self, key: Key, default: None = None) -> SelectNodes | None:
         waiting = self.attempts.pop(key, default)
         if waiting is not None:
-            share = self._shares[waiting.selection.tenant.name]
+            share = self._shares[waiting.tenant.name]
             del share.attempts[key]
-            share.num_tokens -= waiting.selection.num_tokens
+            share.num_tokens -= waiting.num_tokens
             if not self.attempts:  # whoever comes next finds nobody to be fair to
                 self._shares.clear()
         return waiting
@@ -147,11 +136,11 @@ class FairQueue:
     def charge(self, key: Key) -> None:
         """Note that an attempt gets nodes."""
         if (waiting := self.attempts.get(key)) is not None:
-            share = self._shares[waiting.selection.tenant.name]
+            share = self._shares[waiting.tenant.name]
             self._virtual = max(self._virtual, share.due)
             share.due += waiting.work
 
-    def in_turn(self, blocked: Container[str]) -> Iterator[QueuedAttempt]:
+    def in_turn(self, blocked: Container[str]) -> Iterator[SelectNodes]:
         """Yield the attempts as they are due, without those of `blocked` tenants.
 
         Attempts may leave, and tenants may be blocked meanwhile.
@@ -165,7 +154,7 @@ class FairQueue:
         while turns:
             due, number, attempts = turns[0]
             waiting = next(attempts, None)
-            if waiting is None or waiting.selection.tenant.name in blocked:
+            if waiting is None or waiting.tenant.name in blocked:
                 heappop(turns)
                 continue
             yield waiting
@@ -251,8 +240,8 @@ class Admission:
         self._policy = policy
         self._inflight: dict[RequestId, Tenant] = {}
         self._presence = Presence()
-        self._resumes: dict[Key, QueuedAttempt] = {}
-        self._again: dict[Key, QueuedAttempt] = {}
+        self._resumes: dict[Key, SelectNodes] = {}
+        self._again: dict[Key, SelectNodes] = {}
         self._fair = FairQueue()
         self._new = self._fair.attempts
         self._queues = (self._resumes, self._again, self._new)
@@ -318,7 +307,7 @@ class Admission:
                 break
             pushed_out.append((key, full.to_failure()))
             too_many -= 1
-            too_long -= waiting.selection.num_tokens
+            too_long -= waiting.num_tokens
         if too_many > 0 or too_long > 0:  # streams of other routers may overfill the queue
             raise full
         for key, _ in pushed_out:
@@ -332,14 +321,14 @@ class Admission:
 
     def wait(self, now_s: float, selection: SelectNodes) -> None:
         """Put an attempt at the end of its queue."""
-        waiting = QueuedAttempt(selection, now_s)
+        selection.since_s = now_s
         if selection.is_resume:
-            self._resumes[selection.key] = waiting
+            self._resumes[selection.key] = selection
         elif selection.key.request_id in self._inflight:
-            self._again[selection.key] = waiting
+            self._again[selection.key] = selection
         else:
-            waiting.work = self._policy.work_of(selection) / selection.tenant.weight
-            self._fair.add(waiting)
+            selection.work = self._policy.work_of(selection) / selection.tenant.weight
+            self._fair.add(selection)
             self._presence.came(now_s, selection.tenant)
         self._num_tokens += selection.num_tokens
         self._num_changes += 1
@@ -349,10 +338,10 @@ class Admission:
         self._num_changes += 1
         for pop in (self._resumes.pop, self._again.pop, self._fair.pop):
             if (waiting := pop(key, None)) is not None:
-                self._num_tokens -= waiting.selection.num_tokens
+                self._num_tokens -= waiting.num_tokens
 
-    def take(self, now_s: float) -> Iterator[tuple[SelectNodes, Decision]]:
-        """Yield attempts with their nodes.
+    def take(self, now_s: float) -> Iterator[NodesSelected]:
+        """Yield the nodes of attempts.
 
         The caller calls `selected` and reserves the load of an attempt before it takes the next.
         """
@@ -362,28 +351,27 @@ class Admission:
         kept = set[NodeId]()
         blocked = set[str]()
         for waiting in self._in_order(blocked):
-            selection = waiting.selection
-            is_new = selection.key in self._new
-            leaves_room = is_new and self._presence.has_much(now_s, selection.tenant)
-            decision = self._policy.choose(
-                now_s, self._registry, selection, kept, leaves_room=leaves_room
+            is_new = waiting.key in self._new
+            leaves_room = is_new and self._presence.has_much(now_s, waiting.tenant)
+            selected = self._policy.choose(
+                now_s, self._registry, waiting, kept, leaves_room=leaves_room
             )
-            if decision is None:
+            if selected is None:
                 waiting.unplaceable_at = self._registry.version
-                waiting.waits_for = self._absent(selection)
-            elif now_s < selection.avoid_until_s and decision.goes_to(selection.avoid):
+                waiting.waits_for = self._absent(waiting)
+            elif now_s < waiting.avoid_until_s and selected.goes_to(waiting.avoid):
                 waiting.waits_for = frozenset()  # the next look finds it again
-            elif not decision.full:
-                yield selection, decision
+            elif not selected.full:
+                yield selected
             else:
-                nodes = map(self._registry.node, decision.full)
+                nodes = map(self._registry.node, selected.full)
                 waiting.waits_for = frozenset(node.role for node in nodes if node is not None)
                 if leaves_room:
-                    blocked.add(selection.tenant.name)
+                    blocked.add(waiting.tenant.name)
                     continue
                 num_passed += 1
                 if now_s - waiting.since_s >= MAX_PASSED_S:
-                    kept.update(decision.full)
+                    kept.update(selected.full)
                 if num_passed > MAX_PASSED:
                     break
         self._looked_at = self._news()
@@ -396,7 +384,7 @@ class Admission:
             needed = ("prefill",)
         return frozenset(role for role in needed if not self._registry.in_service(role))
 
-    def _in_order(self, blocked: Container[str]) -> Iterator[QueuedAttempt]:
+    def _in_order(self, blocked: Container[str]) -> Iterator[SelectNodes]:
         """Yield the attempts that may get nodes. They may leave meanwhile."""
         for queue in (self._resumes, self._again):
             for key in tuple(queue):
@@ -406,7 +394,7 @@ class Admission:
         for waiting in self._fair.in_turn(blocked):
             if len(self._inflight) >= self._config.max_inflight:
                 return
-            is_there = self._new.get(waiting.selection.key) is waiting
+            is_there = self._new.get(waiting.key) is waiting
             if is_there and waiting.unplaceable_at != self._registry.version:
                 yield waiting
 
@@ -418,7 +406,7 @@ class Admission:
         """Note that an attempt has nodes now."""
         waiting = self._new.get(key)
         if key.request_id not in self._inflight:
-            tenant = ANYONE if waiting is None else waiting.selection.tenant
+            tenant = ANYONE if waiting is None else waiting.tenant
             self._inflight[key.request_id] = tenant
             self._presence.began(tenant)
         self._fair.charge(key)
@@ -426,7 +414,7 @@ class Admission:
 
     def take_overdue(self, now_s: float) -> list[tuple[Key, Failure]]:
         """Remove the attempts that have waited too long, and return each with the reason."""
-        late: list[QueuedAttempt] = []
+        late: list[SelectNodes] = []
         for queue in self._queues:
             max_wait_s = self._config.max_queued_s
             if queue is self._resumes:
@@ -435,16 +423,16 @@ class Admission:
                 if now_s - waiting.since_s < max_wait_s:
                     break
                 late.append(waiting)
-        failures = [(one.selection.key, self._late(now_s, one)) for one in late]
+        failures = [(one.key, self._late(now_s, one)) for one in late]
         for key, _ in failures:
             self.leave(key)
         return failures
 
-    def _late(self, now_s: float, waiting: QueuedAttempt) -> Failure:
+    def _late(self, now_s: float, waiting: SelectNodes) -> Failure:
         """Return why an attempt waits no longer."""
         code = "no_nodes"
         text = "no node that is in service can take this request"
-        if absent := self._absent(waiting.selection):
+        if absent := self._absent(waiting):
             text += f": there is no {' and no '.join(sorted(absent))} node"
         if waiting.unplaceable_at != self._registry.version:
             code = "queue_timeout"
@@ -548,22 +536,17 @@ def _held_by_pools(num_prompt: int, num_choices: int, limits: Limits) -> int:
     return min(held, room)
 
 
-class OutputRules(msgspec.Struct, frozen=True):
-    """What engines need to know of a request besides its parameters, in the form that they need."""
-
-    grammar: str = ""
-    bad_words: tuple[tuple[int, ...], ...] = ()  # as token ids
-    scope: Scope = EVERYONE
-    pooling: Pooling | None = None  # what is wanted of the prompt instead of tokens
-
-
-NO_RULES = OutputRules()
-
-
 def sampling_of(
-    params: SamplingParams, seed: int, max_tokens: int, rules: OutputRules = NO_RULES
+    params: SamplingParams,
+    max_tokens: int,
+    scope: Scope,
+    grammar: str = "",
+    bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> Sampling:
-    """Return the part of `params` that engines need, with every default filled in."""
+    """Return the part of `params` that engines need, with every default filled in.
+
+    `bad_words` are those of `params` as token ids.
+    """
     penalties = Penalties(
         params.presence_penalty,
         params.frequency_penalty,
@@ -571,7 +554,7 @@ def sampling_of(
         tuple((params.logit_bias or {}).items()),
     )
     return Sampling(
-        seed=seed,
+        seed=secrets.randbits(SEED_BITS) if params.seed is None else params.seed,
         max_tokens=max_tokens,
         min_tokens=params.min_tokens,
         temperature=params.temperature,
@@ -580,13 +563,12 @@ def sampling_of(
         min_p=params.min_p,
         stop_token_ids=tuple(params.stop_token_ids or ()),
         ignore_eos=params.ignore_eos,
-        grammar=rules.grammar,
+        grammar=grammar,
         allowed_token_ids=tuple(params.allowed_token_ids or ()),
-        bad_words=rules.bad_words,
+        bad_words=bad_words,
         penalties=None if penalties == Penalties() else penalties,
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
-        cache_root=rules.scope.root,
-        lora=rules.scope.lora,
-        pooling=rules.pooling,
+        cache_root=scope.root,
+        lora=scope.lora,
     )

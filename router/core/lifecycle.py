@@ -58,10 +58,9 @@ from baton.router.core.request import (
     SelectNodes,
     Send,
     Tick,
-    Timed,
-    TriedAgain,
     kills_nodes,
 )
+from baton.router.outputs import RequestMetrics
 
 # How long the load of a cancelled attempt stays reserved at nodes that do not confirm it.
 CONFIRM_DEADLINE_S = 5.0
@@ -79,6 +78,7 @@ class Lifecycle:
     __slots__ = (
         "_attempts",
         "_avoided",
+        "_began_s",
         "_has_delivered",
         "_is_closed",
         "_is_remote_only",
@@ -89,11 +89,15 @@ class Lifecycle:
         "_out",
         "choices",
         "has_outcome",
+        "metrics",
         "request",
     )
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, metrics: RequestMetrics) -> None:
+        """What becomes of the request is noted in `metrics`."""
         self.request = request
+        self.metrics = metrics
+        self._began_s = 0.0
         self.choices = [Choice(index) for index in range(request.num_choices)]
         self._attempts: list[Attempt] = []
         self._num_open = request.num_choices
@@ -122,7 +126,7 @@ class Lifecycle:
                 self._on_first_tokens(node, event)
             case PromptLogprobs(key=key, rows=rows):
                 attempt = self._attempt_of(key)
-                if attempt is not None and node == (attempt.prefill or attempt.decode):
+                if attempt is not None and node == (attempt.prefill_node or attempt.decode_node):
                     attempt.heard_s = now_s
                     attempt.prompt_rows += rows
             case Pooled():
@@ -138,6 +142,7 @@ class Lifecycle:
                     if one.is_named(node, keys):
                         one.heard_s = now_s
             case Begun():
+                self._began_s = now_s
                 self._open_attempt(self.choices)
             case NodesSelected():
                 self._on_selected(event)
@@ -176,20 +181,24 @@ class Lifecycle:
         if index >= len(self.choices):
             return
         attempt = (choice := self.choices[index]).attempt
-        if attempt is None or attempt.decode != node or attempt.key.attempt != entry.key.attempt:
+        if (
+            attempt is None
+            or attempt.decode_node != node
+            or attempt.key.attempt != entry.key.attempt
+        ):
             return
         attempt.heard_s = self._now_s
-        if self._num_prompt_bytes and attempt.prefill is not None and not attempt.first_tokens:
+        if self._num_prompt_bytes and attempt.prefill_node is not None and not attempt.first_tokens:
             attempt.early.append(entry)  # what prefill has sent may take longer
             return
         if not attempt.streaming:
             attempt.streaming = attempt.accepted = True
-            if attempt.prefill is not None:
-                self._out.extend(attempt.releases({attempt.prefill}))
-                self._end_handoff(attempt, None)
+            if attempt.prefill_node is not None:
+                self._out.extend(attempt.releases({attempt.prefill_node}))
+                self._end_handoff(attempt, None, entry.times)
             self._forward_first_tokens(attempt)
             if entry.times is not None:  # each choice repeats the times of the prompt
-                self._out.append(Timed(attempt.key, entry.times, of_prompt=attempt.prefill is None))
+                self._note_times(attempt, entry.times, of_prompt=attempt.prefill_node is None)
         if choice.attempt is attempt:
             self._receive(
                 attempt,
@@ -202,41 +211,41 @@ class Lifecycle:
 
     def _on_accepted(self, node: NodeId, message: Accepted) -> None:
         attempt = self._attempt_of(message.key)
-        if attempt is None or attempt.decode != node:
+        if attempt is None or attempt.decode_node != node:
             return
         attempt.accepted, attempt.heard_s = True, self._now_s
-        if attempt.prefill is None:
+        if attempt.prefill_node is None:
             times = StageTimes(num_cached_tokens=message.num_cached_tokens)
-            self._out.append(Timed(attempt.key, times, of_prompt=True))
+            self._note_times(attempt, times, of_prompt=True)
         self._forward_first_tokens(attempt)
 
     def _on_first_tokens(self, node: NodeId, message: FirstTokens) -> None:
         attempt = self._attempt_of(message.key)
-        if attempt is None or attempt.prefill is None or attempt.prefill != node:
+        if attempt is None or attempt.prefill_node is None or attempt.prefill_node != node:
             return
         attempt.heard_s = self._now_s
-        self._out.extend(attempt.releases({attempt.prefill}))
+        self._out.extend(attempt.releases({attempt.prefill_node}))
         if len(message.tokens) != len(attempt.choices) or message.position != attempt.num_tokens:
             text = "prefill sent first tokens that do not match its request"
             self._lose(attempt, Loss.broken(text, node), node)
             return
-        self._out.append(Timed(attempt.key, message.times, of_prompt=True))
+        self._note_times(attempt, message.times, of_prompt=True)
         attempt.first_tokens = message.tokens
         self._forward_first_tokens(attempt)
         early, attempt.early = attempt.early, []
         for entry in early:
-            self._on_entry(attempt.decode or NO_NODE, entry)
+            self._on_entry(attempt.decode_node or NO_NODE, entry)
 
     def _on_pooled(self, node: NodeId, message: Pooled) -> None:
         attempt = self._attempt_of(message.key)
-        if attempt is None or attempt.prefill != node:
+        if attempt is None or attempt.prefill_node != node:
             return
         self._out.extend(attempt.releases({node}))
         if self.request.sampling.pooling is None or not message.numbers:
             text = "prefill returned something other than what the prompt asked for"
             self._lose(attempt, Loss.broken(text, node), node)
             return
-        self._out.append(Timed(attempt.key, message.times, of_prompt=True))
+        self._note_times(attempt, message.times, of_prompt=True)
         self._out.append(DeliverPooled(message.numbers))
         self._end_choice(self.choices[attempt.key.choice], by_router=False)
 
@@ -260,8 +269,8 @@ class Lifecycle:
         """Deliver the new ones of `token_ids`. A gap before them means that the attempt is lost."""
         num_known = len(self.request.token_ids) + len(choice.output) - position
         if num_known < 0:
-            assert attempt.decode is not None
-            loss = Loss.broken("tokens are missing from the stream", attempt.decode)
+            assert attempt.decode_node is not None
+            loss = Loss.broken("tokens are missing from the stream", attempt.decode_node)
             self._lose(attempt, loss, None)
             return
         fresh = token_ids[num_known:] if num_known else token_ids
@@ -270,7 +279,9 @@ class Lifecycle:
         if self._num_prompt_bytes:
             if len(attempt.prompt_rows) != self._num_prompt_bytes:
                 text = "log probabilities of the prompt are missing"
-                loss = Loss.broken(text, *filter(None, (attempt.prefill or attempt.decode,)))
+                loss = Loss.broken(
+                    text, *filter(None, (attempt.prefill_node or attempt.decode_node,))
+                )
                 self._lose(attempt, loss, None)
                 return
             self._num_prompt_bytes = 0
@@ -289,7 +300,7 @@ class Lifecycle:
         loss = attempt.loss_of(node, failure)
         if loss.is_of_handoff:
             self._end_handoff(attempt, failure)
-        if node == attempt.prefill:
+        if node == attempt.prefill_node:
             self._prefill_is_over(attempt, loss)
         elif attempt.streaming or key != attempt.key:
             # Once decode streams, each of its sequences has a key of its own.
@@ -298,17 +309,24 @@ class Lifecycle:
             self._cancel(attempt, node, attempt.keys[1:])  # it may already have forked them
             self._lose(attempt, loss, node)
 
-    def _end_handoff(self, attempt: Attempt, failure: Failure | None) -> None:
+    def _end_handoff(
+        self, attempt: Attempt, failure: Failure | None, times: StageTimes | None = None
+    ) -> None:
         if attempt.pair is not None:
-            self._out.append(HandoffEnded(*attempt.pair, failure))
+            self._out.append(HandoffEnded(*attempt.pair, failure, times))
+
+    def _note_times(self, attempt: Attempt, times: StageTimes, *, of_prompt: bool) -> None:
+        """Note what a node measured. `of_prompt` marks the node that computed the prompt."""
+        self.metrics.timed(times, of_prompt=of_prompt)
+        attempt.timed(self._now_s - self._began_s, times, of_prompt=of_prompt)
 
     def _prefill_is_over(self, attempt: Attempt, loss: Loss) -> None:
         """Continue without prefill, which failed or died, if decode and the router can."""
-        assert attempt.prefill is not None
+        assert attempt.prefill_node is not None
         if not attempt.streaming:
-            self._lose(attempt, loss, attempt.prefill)
+            self._lose(attempt, loss, attempt.prefill_node)
             return
-        self._out.extend(attempt.releases({attempt.prefill}))
+        self._out.extend(attempt.releases({attempt.prefill_node}))
         if attempt.first_tokens is None:
             # Decode would never report a choice that ended at its first token.
             unheard = {
@@ -317,7 +335,7 @@ class Lifecycle:
                 if self._num_tokens(self.choices[index]) == attempt.num_tokens
             }
             keys = tuple(map(attempt.key.of_choice, sorted(unheard)))
-            self._cancel(attempt, attempt.decode, keys)
+            self._cancel(attempt, attempt.decode_node, keys)
             self._lose_choices(attempt, unheard, loss)
 
     def _on_cancel_done(self, node: NodeId, keys: tuple[Key, ...]) -> None:
@@ -325,7 +343,11 @@ class Lifecycle:
             unasked = set(keys) - attempt.unconfirmed.get(node, set())
             attempt.confirm(node, keys)
             self._close_if_confirmed(attempt)
-            if attempt.streaming and node == attempt.decode and attempt.is_named(node, unasked):
+            if (
+                attempt.streaming
+                and node == attempt.decode_node
+                and attempt.is_named(node, unasked)
+            ):
                 # The node ended sequences that are still wanted, for example by a stale cancel.
                 ended = {key.choice for key in unasked if key in attempt.keys} & attempt.open
                 self._lose_choices(attempt, ended, Loss.broken("the node ended this stream", node))
@@ -341,11 +363,13 @@ class Lifecycle:
 
     def _on_node_lost(self, node: NodeId, failure: Failure) -> None:
         loss = Loss(failure, frozenset({node}), is_death=True)
-        for attempt in [one for one in self._attempts if node in (one.prefill, one.decode)]:
+        for attempt in [
+            one for one in self._attempts if node in (one.prefill_node, one.decode_node)
+        ]:
             attempt.unconfirmed.pop(node, None)
             # A node that only paused must not go on with it, and may be unable to confirm that.
             self._out.append(Send(node, Cancel(attempt.keys, "node lost")))
-            if attempt.state is AttemptState.LIVE and node == attempt.prefill:
+            if attempt.state is AttemptState.LIVE and node == attempt.prefill_node:
                 self._prefill_is_over(attempt, loss)
             elif attempt.state is AttemptState.LIVE:
                 self._lose(attempt, loss, node)
@@ -381,12 +405,16 @@ class Lifecycle:
         if exhausted or not loss.failure.retryable:
             self._conclude(loss.failure)
         elif not self._has_delivered and len(lost) == len(self.choices):
-            self._out.append(TriedAgain(attempt.key, loss.failure, is_resume=False))
-            self._open_attempt(lost)
+            self._try_again(lost, attempt, loss.failure)
         else:
             for choice in lost:
-                self._out.append(TriedAgain(attempt.key, loss.failure, bool(choice.output)))
-                self._open_attempt([choice])
+                self._try_again([choice], attempt, loss.failure)
+
+    def _try_again(self, choices: Sequence[Choice], lost: Attempt, failure: Failure) -> None:
+        lost.lost_at_s = self._now_s - self._began_s
+        lost.failure = failure.code
+        self.metrics.try_again(failure, is_resume=bool(choices[0].output))
+        self._open_attempt(choices)
 
     # --- placing --------------------------------------------------------------------------------
 
@@ -396,6 +424,8 @@ class Lifecycle:
         num_tokens, indices = self._num_tokens(first), tuple(choice.index for choice in choices)
         attempt = Attempt(Key(request.request_id, first.index, first.number), indices, num_tokens)
         attempt.open = set(indices)
+        attempt.asked_at_s = self._now_s - self._began_s
+        self.metrics.begin(attempt)
         for choice in choices:
             choice.attempt = attempt
         self._attempts.append(attempt)
@@ -427,9 +457,11 @@ class Lifecycle:
             self._out.extend(Release(node, selected.key) for node in sorted(nodes))
             return
         attempt.state, attempt.heard_s, attempt.reserved = AttemptState.LIVE, self._now_s, nodes
-        attempt.prefill, attempt.decode = selected.prefill_node, selected.decode_node
+        attempt.prefill_node, attempt.decode_node = selected.prefill_node, selected.decode_node
         attempt.epochs, attempt.max_uncached_tokens = selected.epochs, selected.max_uncached_tokens
         attempt.prefix_node = selected.prefix_node
+        attempt.placed_at_s = self._now_s - self._began_s
+        self.metrics.placed(attempt, selected)
         output = self.choices[attempt.choices[0]].output
         request = self.request if self._num_prompt_bytes else self.request.without_prompt()
         self._out.extend(attempt.start_commands(request, output))
@@ -442,12 +474,12 @@ class Lifecycle:
         attempt.open.discard(choice.index)
         self._num_open -= 1
         if attempt.open and by_router:
-            self._cancel(attempt, attempt.decode, (attempt.key.of_choice(choice.index),))
+            self._cancel(attempt, attempt.decode_node, (attempt.key.of_choice(choice.index),))
         elif by_router:
             self._leave(attempt, None)
         elif not attempt.open:
             if not attempt.streaming:  # prefill tells decode of the end, unless they are cut off
-                self._cancel(attempt, attempt.decode, attempt.keys)
+                self._cancel(attempt, attempt.decode_node, attempt.keys)
             self._leave_quietly(attempt)
         if self._num_open == 0:
             self._conclude(None)
@@ -463,7 +495,7 @@ class Lifecycle:
         if attempt.state is AttemptState.WAITING:
             self._out.append(CancelSelection(attempt.key))
         elif attempt.state is AttemptState.LIVE:
-            nodes = (attempt.decode, None if attempt.streaming else attempt.prefill)
+            nodes = (attempt.decode_node, None if attempt.streaming else attempt.prefill_node)
             for node in nodes:
                 if node != done:
                     self._cancel(attempt, node, attempt.keys)
@@ -493,6 +525,8 @@ class Lifecycle:
 
     def _close(self, attempt: Attempt) -> None:
         attempt.state = AttemptState.CLOSED
+        attempt.early.clear()
+        attempt.prompt_rows.clear()
         self._out.extend(attempt.releases(attempt.reserved))
         self._attempts.remove(attempt)
 

@@ -7,7 +7,7 @@ names a full node, the attempt waits, so no prompt is computed without a decode 
 """
 
 import math
-from collections.abc import Collection, Container, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import msgspec
 
@@ -16,9 +16,8 @@ from baton.protocol.config import LocalPrefill
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import Role
 from baton.router.core.pair_health import Hosts
-from baton.router.core.registry import Node, Registry, ReservedLoad
-from baton.router.core.request import NodeProcess, NodesSelected, SelectNodes
-from baton.router.outputs import ServedBy
+from baton.router.core.registry import Node, Registry
+from baton.router.core.request import NodesSelected, ReservedLoad, SelectNodes
 
 # The assumed length of a response before any has ended, and the weight of the newest one.
 FIRST_OUTPUT_TOKENS = 256.0
@@ -37,27 +36,6 @@ MISPREDICTION = 2
 # Less is better: avoided, suspects, full, cost, reserved tokens, id. The node is never compared.
 Candidate = tuple[bool, int, bool, float, int, NodeId, Node]
 Rank = tuple[int, int, int, float]
-
-
-class Decision(msgspec.Struct, frozen=True):
-    """The chosen nodes, and the load to reserve at each of them."""
-
-    selected: NodesSelected
-    loads: tuple[tuple[NodeId, ReservedLoad], ...]
-    is_fallback: bool = False  # decode computes the prompt because no pair works
-    full: tuple[NodeId, ...] = ()  # the chosen nodes that have no room for it now
-    num_cached_tokens: int = 0  # at the node that computes the prompt, as far as is known
-
-    def goes_to(self, processes: Container[NodeProcess]) -> bool:
-        """Return whether one of the chosen nodes is among these processes."""
-        epochs = self.selected.epochs
-        return any((node, epochs[node]) in processes for node, _ in self.loads)
-
-    @property
-    def path(self) -> ServedBy:
-        if self.selected.prefill_node is None:
-            return "local_prefill"
-        return "prefill_only" if self.selected.decode_node is None else "disaggregated"
 
 
 class CheapestPair:
@@ -91,7 +69,7 @@ class CheapestPair:
         kept: Collection[NodeId] = (),
         *,
         leaves_room: bool = False,
-    ) -> Decision | None:
+    ) -> NodesSelected | None:
         """Return nodes for an attempt, or None if no node in service can take it.
 
         Nodes that are `kept` for other attempts count as full. So do, for an attempt that
@@ -100,18 +78,18 @@ class CheapestPair:
         growth = math.ceil(self._output_tokens)
         search = _PairSearch(registry, selection, growth, kept, leaves_room=leaves_room)
         # Most nodes have room, and checking takes long. A choice with room is the best in any case.
-        decision = self._choose(now_s, search, selection)
-        if decision is None or not decision.full:
-            return decision
+        selected = self._choose(now_s, search, selection)
+        if selected is None or not selected.full:
+            return selected
         search.checks_room = True
         return self._choose(now_s, search, selection)
 
     def _choose(
         self, now_s: float, search: "_PairSearch", selection: SelectNodes
-    ) -> Decision | None:
+    ) -> NodesSelected | None:
         if selection.is_pooled:
             prefills = search.prefill_candidates()
-            return search.decision(min(prefills)[-1], None) if prefills else None
+            return search.selected(min(prefills)[-1], None) if prefills else None
         if self._mode == "always":
             return search.local(search.local_candidates())
         near: list[Candidate] = []  # decode nodes that may compute it, as they lack little of it
@@ -123,7 +101,7 @@ class CheapestPair:
             return search.local(near, max_uncached=max_uncached)
         prefills = search.prefill_candidates()
         if not selection.wants_decode and prefills:
-            return search.decision(min(prefills)[-1], None)
+            return search.selected(min(prefills)[-1], None)
         pair = search.cheapest_pair(now_s, prefills)
         if near and (pair is None or min(near)[:4] <= pair.rank):
             return search.local(near, max_uncached=max_uncached)
@@ -131,7 +109,7 @@ class CheapestPair:
             return search.local(search.local_candidates(), is_fallback=True)
         # Without an alternative, a pair that failed lately is better than none.
         pair = pair or next(search.possible_pairs(prefills), None)
-        return None if pair is None else search.decision(pair.prefill, pair.decode)
+        return None if pair is None else search.selected(pair.prefill, pair.decode)
 
 
 class _Pair(msgspec.Struct, frozen=True):
@@ -327,21 +305,21 @@ class _PairSearch:
         *,
         is_fallback: bool = False,
         max_uncached: int | None = None,
-    ) -> Decision | None:
-        """Return the decision to let the best of these nodes compute the prompt itself."""
+    ) -> NodesSelected | None:
+        """Select the best of these nodes, to compute the prompt itself."""
         if not candidates:
             return None
         node = min(candidates)[-1]
-        return self.decision(None, node, is_fallback=is_fallback, max_uncached=max_uncached)
+        return self.selected(None, node, is_fallback=is_fallback, max_uncached=max_uncached)
 
-    def decision(
+    def selected(
         self,
         prefill: Node | None,
         decode: Node | None,
         *,
         is_fallback: bool = False,
         max_uncached: int | None = None,
-    ) -> Decision:
+    ) -> NodesSelected:
         selection = self._selection
         given: list[tuple[Node, ReservedLoad]] = []
         num_read = 0
@@ -353,20 +331,17 @@ class _PairSearch:
             given.append((prefill, ReservedLoad(num_uncached, 1, selection.is_suspect)))
         if decode is not None:
             given.append((decode, _decode_load(decode, selection, self._likely_tokens)))
-        selected = NodesSelected(
+        return NodesSelected(
             selection.key,
             None if prefill is None else prefill.node_id,
             None if decode is None else decode.node_id,
             {node.node_id: node.epoch for node, _ in given},
             max_uncached,
             None if lender is None else lender.node_id,
-        )
-        return Decision(
-            selected,
-            tuple([(node.node_id, load) for node, load in given]),
-            is_fallback,
-            tuple([node.node_id for node, _ in given if not self._has_room(node)]),
-            self._cached.get(given[0][0].node_id, 0) + num_read,
+            loads=tuple([(node.node_id, load) for node, load in given]),
+            is_fallback=is_fallback,
+            full=tuple([node.node_id for node, _ in given if not self._has_room(node)]),
+            num_cached_tokens=self._cached.get(given[0][0].node_id, 0) + num_read,
         )
 
     def _blocks(self, num_final_tokens: int, num_choices: int) -> int:

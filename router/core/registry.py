@@ -29,7 +29,7 @@ from baton.protocol.messages import (
 from baton.protocol.pairing import pair_problem
 from baton.router.core.cache_index import CacheIndex
 from baton.router.core.pair_health import Hosts, Pairs, hosts_of
-from baton.router.core.request import DRAINING, NodeProcess, NodesSelected
+from baton.router.core.request import DRAINING, NodeProcess, NodesSelected, ReservedLoad
 from baton.runtime.metrics import LostNode, NodeState
 
 
@@ -89,15 +89,6 @@ LEFT_PART = 0.95
 LEFT_BACKLOG_STEPS = 0.25
 NO_LOAD = Load()
 NO_TOTALS = Totals()
-
-
-class ReservedLoad(msgspec.Struct, frozen=True):
-    """The load of one attempt at one node."""
-
-    num_tokens: int
-    num_sequences: int
-    is_suspect: bool = False
-    num_blocks: int = 0  # the blocks that its sequences will probably take
 
 
 @dataclass(slots=True, eq=False)

@@ -4,9 +4,10 @@ An attempt that is no longer wanted is kept until every node has confirmed that 
 come, because its blocks count as used until then.
 """
 
-from collections.abc import Iterable, Set
+from collections.abc import Container, Iterable, Set
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Literal
 
 import msgspec
 
@@ -34,12 +35,16 @@ from baton.protocol.messages import (
     Pooled,
     Prefill,
     PromptLogprobs,
+    Role,
     StageTimes,
     TokenEntry,
     TokenLogprobs,
 )
 from baton.protocol.sampling import EVERYONE, Sampling, Scope
 
+# How a request was served: by a pair of nodes, by a decode node alone, which computed the prompt
+# itself, or by a prefill node alone, for a single token.
+ServedBy = Literal["disaggregated", "local_prefill", "prefill_only"]
 # One node process. A node id with another epoch is another process.
 NodeProcess = tuple[NodeId, Epoch]
 
@@ -74,8 +79,17 @@ class Begun(msgspec.Struct, frozen=True):
     """The request has been accepted. This is its first event."""
 
 
+class ReservedLoad(msgspec.Struct, frozen=True):
+    """The load of one attempt at one node."""
+
+    num_tokens: int
+    num_sequences: int
+    is_suspect: bool = False
+    num_blocks: int = 0  # the blocks that its sequences will probably take
+
+
 class NodesSelected(msgspec.Struct, frozen=True):
-    """These nodes have the load of an attempt. At least one of them is set."""
+    """The nodes of an attempt, of which at least one is set, and their load to reserve."""
 
     key: Key
     prefill_node: NodeId | None
@@ -83,6 +97,20 @@ class NodesSelected(msgspec.Struct, frozen=True):
     epochs: dict[NodeId, Epoch] = {}  # of both nodes
     max_uncached_tokens: int | None = None  # tokens that decode may compute if it is alone
     prefix_node: NodeId | None = None  # from which prefill may read its first tokens' blocks
+    loads: tuple[tuple[NodeId, ReservedLoad], ...] = ()
+    is_fallback: bool = False  # decode computes the prompt because no pair works
+    full: tuple[NodeId, ...] = ()  # those of the nodes that have no room for it now
+    num_cached_tokens: int = 0  # at the node that computes the prompt, as far as is known
+
+    def goes_to(self, processes: Container[NodeProcess]) -> bool:
+        """Return whether one of the nodes is among these processes."""
+        return any((node, self.epochs[node]) in processes for node, _ in self.loads)
+
+    @property
+    def path(self) -> ServedBy:
+        if self.prefill_node is None:
+            return "local_prefill"
+        return "prefill_only" if self.decode_node is None else "disaggregated"
 
 
 class NodesNotSelected(msgspec.Struct, frozen=True):
@@ -137,10 +165,11 @@ RequestEvent = (
 )
 
 
-class SelectNodes(msgspec.Struct, frozen=True):
+class SelectNodes(msgspec.Struct):
     """Find nodes for this attempt and reserve its load.
 
-    `NodesSelected` or `NodesNotSelected` follows. After `CancelSelection`, neither may come.
+    `NodesSelected` or `NodesNotSelected` follows. After `CancelSelection`, neither may come. The
+    last fields are those of the queue in which it waits.
     """
 
     key: Key
@@ -157,6 +186,11 @@ class SelectNodes(msgspec.Struct, frozen=True):
     lora: str = ""  # an adapter of run time, which not all nodes may have
     block_keys: tuple[BlockKey, ...] = ()  # keys of the prompt's blocks, if caches are watched
     tenant: Tenant = ANYONE
+    since_s: float = 0.0  # when it began to wait
+    work: float = 1.0  # in tokens, per weight of its tenant
+    unplaceable_at: int = -1  # the version of the registry at which no node could take it
+    # The roles whose nodes were full when it was looked at last; None before that.
+    waits_for: frozenset[Role] | None = None
 
 
 class CancelSelection(msgspec.Struct, frozen=True):
@@ -181,6 +215,7 @@ class HandoffEnded(msgspec.Struct, frozen=True):
     prefill: NodeProcess
     decode: NodeProcess
     failure: Failure | None = None
+    times: StageTimes | None = None  # of the decode node, if it could
 
 
 class Deliver(msgspec.Struct, frozen=True):
@@ -207,22 +242,6 @@ class DeliverPooled(msgspec.Struct, frozen=True):
     numbers: bytes  # of `Pooled`
 
 
-class Timed(msgspec.Struct, frozen=True):
-    """Records the stage times of one node. `of_prompt` marks the node that computed the prompt."""
-
-    key: Key  # of the attempt
-    times: StageTimes
-    of_prompt: bool
-
-
-class TriedAgain(msgspec.Struct, frozen=True):
-    """Records another attempt at choices. `is_resume` says that the caller has tokens of them."""
-
-    key: Key  # of the attempt that was lost
-    failure: Failure
-    is_resume: bool
-
-
 class Outcome(msgspec.Struct, frozen=True):
     """Ends the request for its caller, exactly once. Without a failure, all choices finished."""
 
@@ -242,8 +261,6 @@ RequestCommand = (
     | Deliver
     | DeliverPrompt
     | DeliverPooled
-    | Timed
-    | TriedAgain
     | Outcome
     | Closed
 )
@@ -316,14 +333,18 @@ class Loss:
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One attempt at choices. `open` holds the choices that still get their tokens from it."""
+    """One attempt at choices. `open` holds the choices that still get their tokens from it.
+
+    Times `..._at_s` are seconds since the arrival of its request, on the router's clock. Nodes
+    measured the durations on clocks of their own.
+    """
 
     key: Key  # the key of its lowest choice
     choices: tuple[int, ...]
     num_tokens: int  # tokens that were sent with it, which is the position of its first new token
     state: AttemptState = AttemptState.WAITING
-    prefill: NodeId | None = None
-    decode: NodeId | None = None
+    prefill_node: NodeId | None = None
+    decode_node: NodeId | None = None
     epochs: dict[NodeId, Epoch] = field(default_factory=dict)  # of both
     max_uncached_tokens: int | None = None
     prefix_node: NodeId | None = None
@@ -337,6 +358,35 @@ class Attempt:
     unconfirmed: dict[NodeId, set[Key]] = field(default_factory=dict)  # keys of unconfirmed cancels
     heard_s: float = 0.0
     leave_by_s: float = 0.0
+    asked_at_s: float = 0.0  # when nodes were asked for
+    placed_at_s: float | None = None
+    prefilled_at_s: float | None = None  # when the prefill node's first tokens came
+    decoding_at_s: float | None = None  # when the decode node's first tokens came
+    lost_at_s: float | None = None
+    failure: str = ""  # the code of its loss
+    queue_s: float = 0.0
+    prefix_read_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    exposed_s: float = 0.0
+    decode_queue_s: float = 0.0
+    first_step_s: float = 0.0
+
+    def timed(self, at_s: float, times: StageTimes, *, of_prompt: bool) -> None:
+        """Add what one of its nodes measured. That node's first tokens came at `at_s`."""
+        if of_prompt:
+            self.queue_s = times.queue_s
+            self.prefill_s = times.prefill_s
+            self.prefix_read_s = times.prefix_read_s
+        if of_prompt and self.prefill_node is not None:
+            self.prefilled_at_s = at_s
+            return
+        if not of_prompt or times.prefill_s:  # otherwise decode has only accepted
+            self.decoding_at_s = at_s
+        self.transfer_s = times.transfer_s
+        self.exposed_s = times.exposed_s
+        self.decode_queue_s = times.decode_queue_s
+        self.first_step_s = times.first_step_s
 
     @property
     def keys(self) -> tuple[Key, ...]:
@@ -349,10 +399,10 @@ class Attempt:
         """
         firsts = self.first_tokens or ()
         is_whole = all(first.finish_reason is not None for first in firsts)
-        if self.decode is not None and not self.accepted and not is_whole:
+        if self.decode_node is not None and not self.accepted and not is_whole:
             return []
         # Without a decode node, only one token has to be generated.
-        if self.decode is None:
+        if self.decode_node is None:
             firsts = tuple(
                 first
                 if first.finish_reason is not None
@@ -364,16 +414,16 @@ class Attempt:
     @property
     def pair(self) -> tuple[NodeProcess, NodeProcess] | None:
         """Return the processes of a handoff, prefill first; None without a handoff."""
-        if self.prefill is None or self.decode is None:
+        if self.prefill_node is None or self.decode_node is None:
             return None
-        return self.process(self.prefill), self.process(self.decode)
+        return self.process(self.prefill_node), self.process(self.decode_node)
 
     def process(self, node: NodeId) -> NodeProcess:
         return node, self.epochs.get(node, Epoch(""))
 
     def is_named(self, node: NodeId, keys: Iterable[Key]) -> bool:
         """Return whether `node` works for this attempt and some of `keys` belong to it."""
-        works = self.state is AttemptState.LIVE and node in (self.prefill, self.decode)
+        works = self.state is AttemptState.LIVE and node in (self.prefill_node, self.decode_node)
         return works and not set(keys).isdisjoint(self.keys)
 
     def loss_of(self, node: NodeId, failure: Failure) -> Loss:
@@ -403,28 +453,28 @@ class Attempt:
         num_prompt = len(request.token_ids)
         num_choices = len(self.choices)
         sends: list[Send] = []
-        if self.decode is not None:
+        if self.decode_node is not None:
             decode = Decode(
                 self.key,
                 token_ids,
                 num_prompt,
                 request.sampling,
                 num_choices,
-                self.prefill,
+                self.prefill_node,
                 self.max_uncached_tokens,
             )
-            sends.append(Send(self.decode, decode))
-        if self.prefill is not None:
+            sends.append(Send(self.decode_node, decode))
+        if self.prefill_node is not None:
             prefill = Prefill(
                 self.key,
                 token_ids,
                 num_prompt,
                 request.sampling,
                 num_choices,
-                self.decode,
+                self.decode_node,
                 self.prefix_node,
             )
-            sends.append(Send(self.prefill, prefill))
+            sends.append(Send(self.prefill_node, prefill))
         return sends
 
     def releases(self, nodes: Set[NodeId]) -> list[Release]:

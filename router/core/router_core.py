@@ -10,7 +10,6 @@ import math
 import secrets
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import assert_never
@@ -52,17 +51,9 @@ from baton.protocol.messages import (
     WatchCache,
 )
 from baton.protocol.pooling import ModelTasks, Pooling
-from baton.protocol.sampling import SEED_BITS
+from baton.protocol.sampling import Sampling
 from baton.router.core.adapters import ClusterAdapters
-from baton.router.core.admission import (
-    NO_RULES,
-    Admission,
-    Limits,
-    OutputRules,
-    check_pooled,
-    fit,
-    sampling_of,
-)
+from baton.router.core.admission import Admission, Limits
 from baton.router.core.health import Health, can_serve, health_of, limits_of
 from baton.router.core.lifecycle import NO_NODE, Lifecycle
 from baton.router.core.node_link import Heard, NodeLink, NodeNotifier
@@ -92,8 +83,6 @@ from baton.router.core.request import (
     Send,
     Tenant,
     Tick,
-    Timed,
-    TriedAgain,
 )
 from baton.router.core.stream import RequestStream
 from baton.runtime.channels.keys import Keys, load_keys
@@ -107,19 +96,6 @@ ROUND_S = 2.0  # each request is looked at once in this time
 LEAST_LOOKS = 64  # requests in a tick
 
 log = logger("router")
-
-
-@dataclass(slots=True, eq=False)
-class ActiveRequest:
-    """A request from `submit` until no node has work left or a confirmation to send for it."""
-
-    lifecycle: Lifecycle
-    stream: RequestStream
-    began_s: float
-
-    @property
-    def request_id(self) -> RequestId:
-        return self.lifecycle.request.request_id
 
 
 class RouterCore:
@@ -144,8 +120,9 @@ class RouterCore:
         self._policy = CheapestPair(config.router.local_prefill, config.router.local_prefill_tokens)
         self._queue = Admission(config.router, self.registry, self._policy)
         # A request is here from its first event until no node has to confirm anything.
-        self._requests: dict[RequestId, ActiveRequest] = {}
-        self._events: deque[tuple[ActiveRequest, RequestEvent, NodeId]] = deque()
+        self._requests: dict[RequestId, Lifecycle] = {}
+        self._streams: dict[RequestId, RequestStream] = {}  # the same
+        self._events: deque[tuple[Lifecycle, RequestEvent, NodeId]] = deque()
         self._is_feeding = False
         self._round: deque[RequestId] = deque()  # requests that this round has yet to look at
         self._next_round_s = 0.0
@@ -171,35 +148,26 @@ class RouterCore:
     def submit(
         self,
         stream: RequestStream,
+        sampling: Sampling,
         block_keys: tuple[BlockKey, ...] = (),
-        rules: OutputRules = NO_RULES,
         tenant: Tenant = ANYONE,
     ) -> None:
         """Accept a request. Raises `RequestError` or `Overloaded`, without any other effect.
 
-        `block_keys` are those of the prompt, and `rules` are those of the output, which were
-        checked.
+        `block_keys` are those of the prompt.
         """
-        limits = self.limits()
         prompt = stream.prompt_token_ids
-        params = stream.params
-        is_pooled = rules.pooling is not None
-        self._check_task(rules.pooling)
-        if is_pooled:
-            check_pooled(len(prompt), limits)
-            max_tokens = 1
-        else:
-            max_tokens, stream.metrics.max_tokens_clamped = fit(len(prompt), params, limits)
+        is_pooled = sampling.pooling is not None
+        self._check_task(sampling.pooling)
         could_serve = can_serve(self.registry, self._config.local_prefill, is_pooled=is_pooled)
         pushed_out = self._queue.check_room(
             self._clock(), len(prompt), tenant, could_serve=could_serve
         )
-        seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
         request = Request(
             RequestId(self.new_id()),
             prompt,
-            sampling_of(params, seed, max_tokens, rules),
-            params.n,
+            sampling,
+            stream.params.n,
             self._config.max_attempts,
             block_keys,
             tenant,
@@ -226,10 +194,10 @@ class RouterCore:
 
     def cancel(self, request_id: RequestId, reason: str = "client") -> None:
         """End a request with `Cancelled`, unless it is unknown or has ended."""
-        active = self._requests.get(request_id)
-        if active is not None:
+        lifecycle = self._requests.get(request_id)
+        if lifecycle is not None:
             self._now_s = self._clock()
-            self._feed(active, CallerGone(reason))
+            self._feed(lifecycle, CallerGone(reason))
             self._select_waiting()
 
     def limits(self) -> Limits:
@@ -249,7 +217,7 @@ class RouterCore:
         mode = self._config.local_prefill
         queue = self._queue
         now_s = self._clock()
-        heard_s = (active.lifecycle.heard_s for active in self._requests.values())
+        heard_s = (lifecycle.heard_s for lifecycle in self._requests.values())
         oldest_s = min((at_s for at_s in heard_s if at_s is not None), default=now_s)
         health = health_of(now_s, self.registry, mode, queue, now_s - oldest_s)
         if self._failure is None:
@@ -280,9 +248,9 @@ class RouterCore:
         """Stop serving: every running request and every new one fails with this reason."""
         self._failure = failure
         self._changed.set()
-        for active in list(self._requests.values()):
-            active.stream.finish(from_failure(failure))
-            self._feed(active, CallerGone(failure.code))
+        for request_id, lifecycle in list(self._requests.items()):
+            self._streams[request_id].finish(from_failure(failure))
+            self._feed(lifecycle, CallerGone(failure.code))
 
     def close(self) -> None:
         """End every request and the connections to all nodes. A second call does nothing."""
@@ -352,9 +320,9 @@ class RouterCore:
     def _on_request_message(
         self, node: NodeId, request_id: RequestId, message: NodeMessage
     ) -> None:
-        active = self._requests.get(request_id)
-        if active is not None:
-            self._feed(active, message, node)
+        lifecycle = self._requests.get(request_id)
+        if lifecycle is not None:
+            self._feed(lifecycle, message, node)
         elif isinstance(message, Accepted | FirstTokens | TokenEntry):
             # The node still works for a request that has ended.
             self._send(node, Cancel((message.key,), "ended"))
@@ -368,59 +336,63 @@ class RouterCore:
                 self._link.send_kept_cancels((change.info.node_id, change.info.epoch))
             elif isinstance(change, Left):
                 self.adapters.left(change.node)
-                for active in list(self._requests.values()):
-                    self._feed(active, NodeLost(change.node, change.failure))
+                for lifecycle in list(self._requests.values()):
+                    self._feed(lifecycle, NodeLost(change.node, change.failure))
         self._changed.set()
 
     # --- requests -------------------------------------------------------------------------------
 
     def _begin(self, request: Request, stream: RequestStream) -> None:
         self._now_s = self._clock()
-        active = ActiveRequest(Lifecycle(request), stream, self._now_s)
-        self._requests[request.request_id] = active
+        lifecycle = Lifecycle(request, stream.metrics)
+        self._requests[request.request_id] = lifecycle
+        self._streams[request.request_id] = stream
         stream.on_close(partial(self.cancel, request.request_id))
-        self._feed(active, Begun())
+        self._feed(lifecycle, Begun())
         self._select_waiting()
 
-    def _feed(self, active: ActiveRequest, event: RequestEvent, node: NodeId = NO_NODE) -> None:
+    def _feed(self, lifecycle: Lifecycle, event: RequestEvent, node: NodeId = NO_NODE) -> None:
         """Handle an event, then the events that it causes, such as a caller's leaving."""
         if self._is_feeding:
-            self._events.append((active, event, node))
+            self._events.append((lifecycle, event, node))
             return
         self._is_feeding = True
         try:
-            self._step(active, event, node)
+            self._step(lifecycle, event, node)
             while self._events:
                 self._step(*self._events.popleft())
         finally:
             self._is_feeding = False
 
-    def _step(self, active: ActiveRequest, event: RequestEvent, node: NodeId) -> None:
-        if self._requests.get(active.request_id) is not active:
+    def _step(self, lifecycle: Lifecycle, event: RequestEvent, node: NodeId) -> None:
+        request_id = lifecycle.request.request_id
+        if request_id not in self._requests:
             return  # it has ended, so it must not join the queue again
         try:
-            for command in active.lifecycle.step(self._now_s, event, node):
-                self._carry_out(active, command)
+            for command in lifecycle.step(self._now_s, event, node):
+                self._carry_out(lifecycle, command)
         except Exception:  # a bug ends only its own request
-            log.exception("unhandled error", request=active.request_id, at=type(event).__name__)
-            active.stream.finish(BatonError("the router failed to handle this request"))
+            log.exception("unhandled error", request=request_id, at=type(event).__name__)
+            self._streams[request_id].finish(BatonError("the router failed to handle this request"))
             if isinstance(event, CallerGone):
-                self._forget(active)
+                self._forget(request_id)
             else:  # its nodes must not go on
-                self._events.append((active, CallerGone("router error"), NO_NODE))
+                self._events.append((lifecycle, CallerGone("router error"), NO_NODE))
 
-    def _forget(self, active: ActiveRequest) -> None:
+    def _forget(self, request_id: RequestId) -> None:
         """Drop a request. A node that still works for it is told to stop at its next message."""
-        if self._requests.pop(active.request_id, None) is not None:
-            self.registry.forget(active.request_id)
-            self._queue.forget(active.request_id)
+        del self._requests[request_id]
+        del self._streams[request_id]
+        self.registry.forget(request_id)
+        self._queue.forget(request_id)
 
-    def _carry_out(self, active: ActiveRequest, command: RequestCommand) -> None:
-        stream = active.stream
+    def _carry_out(self, lifecycle: Lifecycle, command: RequestCommand) -> None:
+        request_id = lifecycle.request.request_id
+        stream = self._streams[request_id]
         match command:
             case Deliver(choice=choice, token_ids=token_ids, finish_reason=reason):
                 if stream.push(choice, token_ids, reason, command.logprobs):
-                    self._feed(active, ChoiceStopped(choice))
+                    self._feed(lifecycle, ChoiceStopped(choice))
             case DeliverPrompt(rows=rows):
                 stream.prompt_rows = rows
             case DeliverPooled(numbers=numbers):
@@ -429,30 +401,24 @@ class RouterCore:
                 self._send(node, message)
             case SelectNodes():
                 self._queue.wait(self._now_s, command)
-                at_s = self._now_s - active.began_s
-                stream.metrics.begin_attempt(command.key, command.num_choices, at_s)
             case CancelSelection(key=key):
                 self._queue.leave(key)
             case Release(node=node, key=key):
                 self.registry.release(node, key)
-            case Timed(key=key, times=times, of_prompt=of_prompt):
-                at_s = self._now_s - active.began_s
-                record = stream.metrics.add_stages(key, at_s, times, of_prompt=of_prompt)
-                if record is not None and record.prefill_node and record.decode_node:
-                    self.registry.pairs.moved(record.prefill_node, record.decode_node, times)
             case HandoffEnded():
                 self.notifier.judge(self._now_s, command)
-            case TriedAgain(key=key, failure=why, is_resume=is_resume):
-                stream.metrics.lost(key, self._now_s - active.began_s, why)
-                stream.metrics.try_again(why, is_resume=is_resume)
+                if command.times is not None:
+                    prefill, decode = command.prefill[0], command.decode[0]
+                    self.registry.pairs.moved(prefill, decode, command.times)
             case Outcome(failure=failure):
                 is_whole = failure is None and not stream.metrics.num_received_tokens
-                if is_whole and active.lifecycle.request.sampling.pooling is None:
+                if is_whole and lifecycle.request.sampling.pooling is None:
                     self._policy.learn(stream.tokens_per_choice)
                 stream.finish(None if failure is None else from_failure(failure))
             case Closed():
-                del self._requests[active.request_id]
-                self._queue.ended(active.request_id)
+                del self._requests[request_id]
+                del self._streams[request_id]
+                self._queue.ended(request_id)
             case _:
                 assert_never(command)
 
@@ -461,20 +427,13 @@ class RouterCore:
     def _select_waiting(self) -> None:
         if self._is_feeding:
             return  # a request that is about to end may be queued; attempts get nodes afterwards
-        for selection, found in self._queue.take(self._now_s):
-            active = self._requests[selection.key.request_id]
-            self._queue.selected(selection.key)
-            for node, load in found.loads:
-                self.registry.reserve(node, selection.key, load)
-            self.registry.note_pair(found.selected)
-            metrics = active.stream.metrics
-            selected = found.selected
-            at_s = self._clock() - active.began_s
-            metrics.placed(selection.key, at_s, selected.prefill_node, selected.decode_node)
-            metrics.path = found.path
-            metrics.local_fallback = found.is_fallback
-            metrics.num_predicted_tokens = found.num_cached_tokens
-            self._feed(active, selected)
+        for selected in self._queue.take(self._now_s):
+            self._queue.selected(selected.key)
+            for node, load in selected.loads:
+                self.registry.reserve(node, selected.key, load)
+            self.registry.note_pair(selected)
+            self._now_s = self._clock()
+            self._feed(self._requests[selected.key.request_id], selected)
 
     def _tick(self) -> None:
         assert self._link is not None
@@ -487,15 +446,15 @@ class RouterCore:
         self._now_s = now_s = self._clock()
         self._apply(self.registry.tick(now_s, self._deaf_s(late_s)))
         self._refuse(self._queue.take_overdue(now_s))
-        for active in self._to_look_at(now_s):
-            self._feed(active, Tick())
+        for lifecycle in self._to_look_at(now_s):
+            self._feed(lifecycle, Tick())
         self._select_waiting()
 
     def _refuse(self, attempts: list[tuple[Key, Failure]]) -> None:
         """End the requests of attempts that left the queue. A request may have several of them."""
         for key, failure in attempts:
-            if (active := self._requests.get(key.request_id)) is not None:
-                self._feed(active, NodesNotSelected(key, failure))
+            if (lifecycle := self._requests.get(key.request_id)) is not None:
+                self._feed(lifecycle, NodesNotSelected(key, failure))
 
     def _deaf_s(self, late_s: float) -> float:
         """Return for how long since the last tick no node could make itself heard here."""
@@ -509,7 +468,7 @@ class RouterCore:
             )
         return late_s if late_s > TICK_S else 0.0
 
-    def _to_look_at(self, now_s: float) -> list[ActiveRequest]:
+    def _to_look_at(self, now_s: float) -> list[Lifecycle]:
         """Return the requests whose turn it is to look whether their time has run out.
 
         All take turns over a round, because looking at all at once would delay the event loop.

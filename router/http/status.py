@@ -19,9 +19,10 @@ from aiohttp import web
 from baton.protocol.errors import Failure
 from baton.router.core.health import Health, ServedModel, Status
 from baton.router.core.pair_health import PairTransfers
+from baton.router.core.request import ServedBy
 from baton.router.http.metrics import HttpMetrics
 from baton.router.http.request_log import Running
-from baton.router.outputs import RequestMetrics, ServedBy, StageSpan, waterfall
+from baton.router.outputs import RequestMetrics, StageSpan, waterfall
 from baton.runtime.metrics import LostNode
 
 PAGE = Path(__file__).with_name("status.html")

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from baton.protocol.config import ClusterConfig, ModelConfig, RouterConfig
 from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.messages import ResetPrefixCache
+from baton.router.core.lifecycle import Lifecycle
 from baton.router.core.request import AttemptState
-from baton.router.core.router_core import ActiveRequest, RouterCore
+from baton.router.core.router_core import RouterCore
 from baton.router.http.api.prepare import parse_body
 from baton.router.http.api.schema import Endpoint
 from baton.router.http.app import App
@@ -103,7 +104,7 @@ class SimRouter(Member):
         active = self.core._requests.get(RequestId(request_id))
         if active is None:
             return "unknown"
-        if active.lifecycle.has_outcome:
+        if active.has_outcome:
             return "ended"
         return "waiting" if is_waiting(active) else "running"
 
@@ -123,13 +124,13 @@ class SimRouter(Member):
         active = self.core._requests.get(key.request_id)
         if active is None:
             return True
-        attempt = active.lifecycle.choices[key.choice].attempt
+        attempt = active.choices[key.choice].attempt
         return attempt is None or attempt.key.attempt > key.attempt
 
-    def requests_of(self, seed: int) -> list[ActiveRequest]:
+    def requests_of(self, seed: int) -> list[Lifecycle]:
         """Return the requests of the client with this seed."""
-        active = self.core._requests.values()
-        return [one for one in active if one.lifecycle.request.sampling.seed == seed]
+        lifecycles = self.core._requests.values()
+        return [one for one in lifecycles if one.request.sampling.seed == seed]
 
     def forget_prefixes(self, node: SimNode) -> None:
         """Let one node forget what it has cached."""
@@ -149,9 +150,9 @@ class SimRouter(Member):
         return self.state_of(node) == "ready"
 
 
-def is_waiting(active: ActiveRequest) -> bool:
+def is_waiting(lifecycle: Lifecycle) -> bool:
     """Return whether some choice of a request waits for nodes."""
-    attempts = [choice.attempt for choice in active.lifecycle.choices]
+    attempts = [choice.attempt for choice in lifecycle.choices]
     return any(one is not None and one.state is AttemptState.WAITING for one in attempts)
 
 

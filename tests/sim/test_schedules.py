@@ -105,9 +105,9 @@ def told_of_pairs(seed: int, lanes: list[list[Fault]]) -> tuple[Result, list[Tol
         real_reached(pairs, *pair)
 
     def take(admission: Admission, now_s: float) -> Any:
-        for selection, decision in real_take(admission, now_s):
-            note("sent", [node for node, _load in decision.loads])
-            yield selection, decision
+        for selected in real_take(admission, now_s):
+            note("sent", [node for node, _load in selected.loads])
+            yield selected
 
     real_failed = Pairs.failed
     real_reached = Pairs.reached

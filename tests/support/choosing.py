@@ -4,9 +4,9 @@ from baton.protocol.blocks import prompt_keys
 from baton.protocol.config import LocalPrefill
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.messages import NodeInfo, Ready
-from baton.router.core.policy import CheapestPair, Decision
+from baton.router.core.policy import CheapestPair
 from baton.router.core.registry import Registry
-from baton.router.core.request import ANYONE, NodeProcess, SelectNodes, Tenant
+from baton.router.core.request import ANYONE, NodeProcess, NodesSelected, SelectNodes, Tenant
 from tests.support.scripted_nodes import BLOCK_SIZE, hello_of, node_info
 
 PAIRS = [
@@ -45,14 +45,14 @@ def place(
 def choose(
     registry: Registry, attempt: SelectNodes, mode: LocalPrefill = "auto", now_s: float = 0.0
 ) -> tuple[str | None, str | None] | None:
-    decision = CheapestPair(mode, 32).choose(now_s, registry, attempt)
-    if decision is None:
+    selected = CheapestPair(mode, 32).choose(now_s, registry, attempt)
+    if selected is None:
         return None
-    charge(registry, decision)
-    registry.note_pair(decision.selected)
-    return decision.selected.prefill_node, decision.selected.decode_node
+    charge(registry, selected)
+    registry.note_pair(selected)
+    return selected.prefill_node, selected.decode_node
 
 
-def charge(registry: Registry, decision: Decision) -> None:
-    for node, amount in decision.loads:
-        registry.reserve(node, decision.selected.key, amount)
+def charge(registry: Registry, selected: NodesSelected) -> None:
+    for node, amount in selected.loads:
+        registry.reserve(node, selected.key, amount)

@@ -19,7 +19,7 @@ from baton.protocol.messages import FinishReason
 from baton.protocol.sampling import SamplingParams
 from baton.router.core.health import Health, ServedModel
 from baton.router.core.received import ReceivedPart
-from baton.router.core.request import NO_CALLER, Caller
+from baton.router.core.request import NO_CALLER, Attempt, Caller
 from baton.router.core.stream import RequestStream
 from baton.router.http.app import App
 from baton.router.http.request_log import Tracer
@@ -59,7 +59,7 @@ def placed(stream: RequestStream) -> None:
     metrics = stream.metrics
     metrics.num_attempts = 1
     metrics.prefill_s = 0.25
-    metrics.begin_attempt(Key(RequestId("r"), 0, 0), 1, 0.0)
+    metrics.begin(Attempt(Key(RequestId("r"), 0, 0), (0,), 1, asked_at_s=0.0))
     metrics.attempts[0].prefill_node = NodeId("p0")
     metrics.attempts[0].decode_node = NodeId("d0")
 

@@ -243,12 +243,12 @@ def test_decode_repeats_what_prefill_had_cached():
     assert entry.times is not None
     assert entry.times.num_cached_tokens == 4
     metrics = RequestMetrics()
-    metrics.add_stages(key("a"), 0.0, entry.times, of_prompt=False)
+    metrics.timed(entry.times, of_prompt=False)
     assert metrics.num_cached_tokens == 4
 
 
 def test_a_prompt_that_is_computed_outlives_its_router():
-    """The client may have its first token, so decode must get the blocks."""
+    """Its own channel alone may have broken, so decode must get the blocks."""
     drive = prefill_drive()
     drive.scheduler.add(0.0, 7, prefill("a", list(range(10))))
     drive.run()

@@ -50,6 +50,7 @@ class Cluster:
         self.first_s: dict[Tenant, list[float]] = {FLOOD: [], POLITE: []}
         self.num_refused: dict[Tenant, int] = {FLOOD: 0, POLITE: 0}
         self._came_s: dict[Key, float] = {}
+        self._attempts: dict[Key, SelectNodes] = {}
         self._prompts: deque[SelectNodes] = deque()
         self._is_computing = False
         self._free_slots = STEP.num_slots
@@ -64,11 +65,11 @@ class Cluster:
         while self._events and self._events[0][0] < until_s:
             self.now_s, _, what, of = heappop(self._events)
             getattr(self, f"_{what}")(of)
-            for attempt, decision in self.admission.take(self.now_s):
-                self.admission.selected(attempt.key)
-                for name, load in decision.loads:
-                    self.registry.reserve(name, attempt.key, load)
-                self.at(self.now_s + MESSAGE_S, "prompt", attempt)
+            for selected in self.admission.take(self.now_s):
+                self.admission.selected(selected.key)
+                for name, load in selected.loads:
+                    self.registry.reserve(name, selected.key, load)
+                self.at(self.now_s + MESSAGE_S, "prompt", self._attempts[selected.key])
 
     def _sent(self, tenant: Tenant) -> None:
         attempt = place(f"r{next(self._numbers)}", PROMPT, tenant=tenant)
@@ -80,6 +81,7 @@ class Cluster:
             return
         self.num_refused[FLOOD] += len(pushed_out)
         self._came_s[attempt.key] = self.now_s
+        self._attempts[attempt.key] = attempt
         self.admission.wait(self.now_s, attempt)
 
     def _prompt(self, attempt: SelectNodes) -> None:

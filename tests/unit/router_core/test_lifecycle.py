@@ -46,9 +46,8 @@ from baton.router.core.request import (
     SelectNodes,
     Send,
     Tick,
-    Timed,
-    TriedAgain,
 )
+from baton.router.outputs import RequestMetrics
 
 C = TypeVar("C", bound=RequestCommand)
 R = RequestId("r")
@@ -71,7 +70,9 @@ class Driver:
         **fields: Any,
     ) -> None:
         sampling = Sampling(seed=1, max_tokens=max_tokens, **fields)
-        self.lifecycle = Lifecycle(Request(R, PROMPT, sampling, num_choices, max_attempts))
+        request = Request(R, PROMPT, sampling, num_choices, max_attempts)
+        self.metrics = RequestMetrics()
+        self.lifecycle = Lifecycle(request, self.metrics)
         self.now_s = 0.0
 
     def step(self, event: RequestEvent) -> list[RequestCommand]:
@@ -99,10 +100,8 @@ def test_a_request_goes_from_one_place_to_closed():
     drive = Driver()
     sent = of_type(drive.place(), Send)
     assert [send.node for send in sent] == [D, P]
-    assert drive.says(P, FirstTokens(KEY, 3, (FirstToken(9),), TIMES)) == [
-        Release(P, KEY),
-        Timed(KEY, TIMES, of_prompt=True),
-    ]
+    assert drive.says(P, FirstTokens(KEY, 3, (FirstToken(9),), TIMES)) == [Release(P, KEY)]
+    assert drive.metrics.prefill_s == drive.metrics.attempts[0].prefill_s == TIMES.prefill_s
     assert drive.says(D, Accepted(KEY)) == [Deliver(0, [9])]
     assert drive.says(D, TokenEntry(KEY, 3, [9, 8])) == [
         HandoffEnded((P, EPOCHS[P]), (D, EPOCHS[D])),
@@ -232,7 +231,7 @@ def test_a_failed_handoff_is_recorded_for_the_pair_and_both_are_avoided_for_a_wh
     commands = drive.says(D, Failed(KEY, REFUSED))
     pair = (P, EPOCHS[P]), (D, EPOCHS[D])
     assert of_type(commands, HandoffEnded) == [HandoffEnded(*pair, REFUSED)]
-    assert of_type(commands, TriedAgain) == [TriedAgain(KEY, REFUSED, is_resume=False)]
+    assert (drive.metrics.retry_codes, drive.metrics.num_resumes) == ({REFUSED.code: 1}, 0)
     (place,) = of_type(commands, SelectNodes)
     assert place.avoid == set(pair)
     drive.step(NodesSelected(place.key, NodeId("p2"), NodeId("d2")))
@@ -249,7 +248,9 @@ def test_a_handoff_that_fails_after_the_first_token_is_tried_again(is_accepted):
     if is_accepted:
         assert of_type(drive.says(D, Accepted(KEY)), Deliver) == [Deliver(0, [9])]
     out = drive.says(P, Failed(KEY, REFUSED))
-    assert of_type(out, TriedAgain) == [TriedAgain(KEY, REFUSED, is_resume=is_accepted)]
+    codes = drive.metrics.resume_codes if is_accepted else drive.metrics.retry_codes
+    assert codes == {REFUSED.code: 1}
+    assert drive.metrics.attempts[0].failure == REFUSED.code
     assert of_type(out, Send) == [Send(D, Cancel((KEY,)))]
     (place,) = of_type(out, SelectNodes)
     assert (place.num_tokens, {node for node, _ in place.avoid}) == (3 + is_accepted, {P, D})
@@ -327,7 +328,7 @@ def test_a_prefill_node_that_dies_with_them_is_replaced_whatever_decode_has_sent
     drive.says(P, PromptLogprobs(KEY, ROWS[:8]))
     drive.says(D, TokenEntry(KEY, 3, [9, 8]))
     out = drive.step(NodeLost(P, LOST))
-    assert of_type(out, TriedAgain) == [TriedAgain(KEY, LOST, is_resume=False)]
+    assert (drive.metrics.retry_codes, drive.metrics.num_resumes) == ({LOST.code: 1}, 0)
     assert Send(D, Cancel((KEY,))) in out
     (place,) = of_type(out, SelectNodes)
     sent = of_type(drive.step(NodesSelected(place.key, None, D, EPOCHS)), Send)
@@ -368,7 +369,6 @@ def test_a_prompt_to_pool_ends_with_its_numbers():
     assert drive.says(D, Pooled(KEY, b"0000")) == []  # of a node that was not asked
     assert drive.says(P, Pooled(KEY, b"1234", TIMES)) == [
         Release(P, KEY),
-        Timed(KEY, TIMES, of_prompt=True),
         DeliverPooled(b"1234"),
         Outcome(),
         Closed(),

@@ -33,8 +33,8 @@ from baton.router.core.admission import (
 from baton.router.core.health import limits_of, nodes_health
 from baton.router.core.pair_health import FIRST_AVOID_S
 from baton.router.core.policy import FAR_READ, MIN_READ_TOKENS, NEAR_READ, CheapestPair
-from baton.router.core.registry import Registry, ReservedLoad
-from baton.router.core.request import NodeProcess, SelectNodes, Tenant
+from baton.router.core.registry import Registry
+from baton.router.core.request import NodeProcess, ReservedLoad, SelectNodes, Tenant
 from tests.support.choosing import PAIRS, charge, choose, cluster, join, place
 from tests.support.scripted_nodes import BLOCK_SIZE, node_info
 
@@ -226,7 +226,7 @@ def queue(**fields: float) -> Admission:
 def taken(admission: Admission) -> list[str]:
     """Give nodes to all attempts that may have them, and return their requests in order."""
     names: list[str] = []
-    for attempt, _ in admission.take(0.0):
+    for attempt in admission.take(0.0):
         admission.selected(attempt.key)
         names.append(attempt.key.request_id)
     return names
@@ -254,7 +254,7 @@ def test_an_attempt_rather_waits_than_goes_back_at_once_to_the_nodes_that_failed
     admission.wait(0.0, place("b"))
     assert taken(admission) == ["b"]
     assert list(admission.take(1.9)) == []
-    assert [one.key for one, _ in admission.take(2.2)] == [attempt.key]
+    assert [one.key for one in admission.take(2.2)] == [attempt.key]
     healthy = msgspec.structs.replace(attempt, avoid=frozenset({process("p0")}))
     admission.leave(attempt.key)
     admission.wait(0.0, healthy)
@@ -287,10 +287,10 @@ def in_turns(admission: Admission, num: int) -> str:
     """The tenants of the next attempts, each of which ends before the next gets nodes."""
     order = ""
     for _ in range(num):
-        attempt, _ = next(admission.take(0.0))
-        admission.selected(attempt.key)
-        admission.ended(attempt.key.request_id)
-        order += attempt.tenant.name[0]
+        key = next(admission.take(0.0)).key
+        order += admission._new[key].tenant.name[0]
+        admission.selected(key)
+        admission.ended(key.request_id)
     return order
 
 
@@ -401,10 +401,10 @@ def small_cluster(*names: str) -> Registry:
 
 def full(registry: Registry, policy: CheapestPair, name: str, num_tokens: int = 40) -> set[str]:
     """SelectNodes an attempt if its nodes have room for it; return those that have none."""
-    decision = policy.choose(0.0, registry, place(name, num_tokens))
-    if not decision.full:
-        charge(registry, decision)
-    return set(decision.full)
+    selected = policy.choose(0.0, registry, place(name, num_tokens))
+    if not selected.full:
+        charge(registry, selected)
+    return set(selected.full)
 
 
 def test_a_node_without_room_is_waited_for():
@@ -439,7 +439,7 @@ def test_a_request_leaves_room_for_as_many_tokens_as_responses_have_had():
     after = policy.choose(0.0, registry, attempt)
     assert before is not None
     assert after is not None
-    assert [decision.loads[1][1].num_blocks for decision in (before, after)] == [32, 13]
+    assert [selected.loads[1][1].num_blocks for selected in (before, after)] == [32, 13]
 
 
 def test_an_attempt_that_waits_for_one_node_holds_up_nobody_who_goes_to_another():
@@ -449,10 +449,10 @@ def test_an_attempt_that_waits_for_one_node_holds_up_nobody_who_goes_to_another(
 
     def placed(now_s: float) -> list[tuple[str, str]]:
         found: list[tuple[str, str]] = []
-        for attempt, decision in waiting.take(now_s):
-            charge(registry, decision)
-            waiting.selected(attempt.key)
-            found.append((attempt.key.request_id, str(decision.selected.decode_node)))
+        for selected in waiting.take(now_s):
+            charge(registry, selected)
+            waiting.selected(selected.key)
+            found.append((selected.key.request_id, str(selected.decode_node)))
         return found
 
     for name in "abcde":
@@ -501,9 +501,9 @@ def holding(registry: Registry, **num_tokens: int) -> Registry:
 
 def test_a_prompt_goes_where_most_of_it_is_cached_until_the_queue_costs_more():
     registry = holding(cluster(*PAIRS), p1=36, d1=20)
-    decision = CheapestPair("auto", 0).choose(0.0, registry, place("a"))
-    assert (decision.selected.prefill_node, decision.selected.decode_node) == ("p1", "d1")
-    assert (decision.num_cached_tokens, decision.loads[0][1].num_tokens) == (36, 4)
+    selected = CheapestPair("auto", 0).choose(0.0, registry, place("a"))
+    assert (selected.prefill_node, selected.decode_node) == ("p1", "d1")
+    assert (selected.num_cached_tokens, selected.loads[0][1].num_tokens) == (36, 4)
     registry.reserve(NodeId("p1"), Key(RequestId("busy")), ReservedLoad(36, 1))
     assert choose(registry, place("b"), "never") == ("p0", "d1")  # as much work, and less queue
     assert choose(registry, place("c"), "never") == ("p1", "d0")  # d1 has a sequence
@@ -520,10 +520,10 @@ def lending(info: NodeInfo, compute: str = "") -> NodeInfo:
 
 def prefix_of(registry: Registry, num_tokens: int = 200) -> tuple[str | None, int, int]:
     """Return who lends a prefix to the chosen prefill node, which has how much, and its work."""
-    decision = CheapestPair("never", 0).choose(0.0, registry, place("r", num_tokens))
-    assert decision is not None
-    lender = decision.selected.prefix_node
-    return lender, decision.num_cached_tokens, decision.loads[0][1].num_tokens
+    selected = CheapestPair("never", 0).choose(0.0, registry, place("r", num_tokens))
+    assert selected is not None
+    lender = selected.prefix_node
+    return lender, selected.num_cached_tokens, selected.loads[0][1].num_tokens
 
 
 def test_a_prefix_is_read_from_the_decode_node_that_takes_the_prompt_or_has_most_of_it():
@@ -558,12 +558,12 @@ def test_no_prefix_is_read_from_a_node_that_does_not_lend_or_computes_other_bits
 
 def test_a_prompt_stays_on_decode_if_little_of_it_is_new_there():
     registry = holding(cluster(*PAIRS), d1=60)
-    decision = CheapestPair("auto", 8).choose(0.0, registry, place("a", 60))
-    assert decision.path == "local_prefill"
-    assert decision.selected.decode_node == "d1"
-    assert decision.selected.max_uncached_tokens == 16
+    selected = CheapestPair("auto", 8).choose(0.0, registry, place("a", 60))
+    assert selected.path == "local_prefill"
+    assert selected.decode_node == "d1"
+    assert selected.max_uncached_tokens == 16
     # The last token is computed in any case, so one block of what is cached is of no use.
-    assert decision.num_cached_tokens == 56
+    assert selected.num_cached_tokens == 56
     assert choose(registry, place("b", 69)) == (None, "d1")
     remote = msgspec.structs.replace(place("c", 60), is_remote_only=True)
     assert choose(registry, remote) == ("p0", "d0")

@@ -30,8 +30,8 @@ from baton.router.core.registry import (
     Notice,
     Refuse,
     Registry,
-    ReservedLoad,
 )
+from baton.router.core.request import ReservedLoad
 from tests.support.scripted_nodes import computing, hello_of, node_info, toy_layout
 
 BUSY = Load(num_running=1)

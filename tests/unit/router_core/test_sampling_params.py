@@ -8,7 +8,7 @@ import pytest
 
 from baton import SamplingParams
 from baton.protocol.errors import RequestError
-from baton.protocol.sampling import NEUTRAL, Sampling
+from baton.protocol.sampling import EVERYONE, NEUTRAL, Sampling
 from baton.router.core.admission import sampling_of
 
 NOTHING_ASKED: list[dict[str, object]] = [{name: v} for name in NEUTRAL for v in NEUTRAL[name]]
@@ -47,7 +47,8 @@ REFUSED: list[tuple[str, object, str]] = [
 
 @pytest.mark.parametrize("given", NOTHING_ASKED, ids=str)
 def test_a_value_that_asks_for_nothing_is_taken(given):
-    assert sampling_of(SamplingParams(**given), 1, 16) == Sampling(1, 16)
+    params = SamplingParams(seed=1, **given)
+    assert sampling_of(params, 16, EVERYONE) == Sampling(1, 16)
 
 
 @pytest.mark.parametrize(("name", "value", "text"), REFUSED)
@@ -94,7 +95,7 @@ def test_numbers_of_numpy_become_plain_ones_that_can_travel():
     )
     assert params == plain
     encode = msgspec.msgpack.encode
-    assert encode(sampling_of(params, 3, 9)) == encode(sampling_of(plain, 3, 9))
+    assert encode(sampling_of(params, 9, EVERYONE)) == encode(sampling_of(plain, 9, EVERYONE))
 
 
 def test_a_clone_is_equal_and_takes_changes_that_are_checked():

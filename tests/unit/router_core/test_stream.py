@@ -4,14 +4,16 @@ import asyncio
 import gc
 import tracemalloc
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from baton.protocol.errors import NodeError
-from baton.protocol.ids import NodeId
+from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.sampling import SamplingParams
+from baton.router.core.request import Attempt
 from baton.router.core.stream import RequestStream
-from baton.router.outputs import AttemptRecord, CompletionOutput, Merged, RequestMetrics, waterfall
+from baton.router.outputs import CompletionOutput, Merged, RequestMetrics, waterfall
 from tests.support.async_tests import on_a_loop
 from tests.support.router_bench import collected
 from tests.support.small_tokenizers import small_text
@@ -88,9 +90,15 @@ def test_snapshots_do_not_change_afterwards():
 P0 = NodeId("p0")
 D0 = NodeId("d0")
 D1 = NodeId("d1")
-WHOLE = AttemptRecord(
-    0,
-    1,
+
+
+def attempt(choices: tuple[int, ...], number: int, asked_at_s: float, **times: Any) -> Attempt:
+    key = Key(RequestId("r"), choices[0], number)
+    return Attempt(key, choices, 3, asked_at_s=asked_at_s, **times)
+
+
+WHOLE = attempt(
+    (0,),
     0,
     0.0,
     placed_at_s=0.5,
@@ -105,9 +113,8 @@ WHOLE = AttemptRecord(
     decode_queue_s=0.125,
     first_step_s=0.25,
 )
-LOST = AttemptRecord(
-    0,
-    2,
+LOST = attempt(
+    (0, 1),
     0,
     0.0,
     placed_at_s=0.5,
@@ -120,14 +127,11 @@ LOST = AttemptRecord(
     lost_at_s=2.0,
     failure="node_lost",
 )
-RESUMED = AttemptRecord(
-    1, 1, 1, 2.5, placed_at_s=2.75, decode_node=D1, decoding_at_s=3.5, prefill_s=0.5
-)
-OTHER = AttemptRecord(0, 1, 1, 2.25, placed_at_s=2.25, decode_node=D1, decoding_at_s=3.0)
+RESUMED = attempt((1,), 1, 2.5, placed_at_s=2.75, decode_node=D1, decoding_at_s=3.5, prefill_s=0.5)
+OTHER = attempt((0,), 1, 2.25, placed_at_s=2.25, decode_node=D1, decoding_at_s=3.0)
 # The router read the message of the decode node before that of the prefill node.
-SWAPPED = AttemptRecord(
-    0,
-    1,
+SWAPPED = attempt(
+    (0,),
     0,
     0.0,
     placed_at_s=0.5,
@@ -139,9 +143,8 @@ SWAPPED = AttemptRecord(
     first_step_s=0.25,
 )
 # A clock of a node that runs fast: its stages do not fit between the router's times.
-TOO_LONG = AttemptRecord(
-    0,
-    1,
+TOO_LONG = attempt(
+    (0,),
     0,
     0.0,
     placed_at_s=0.5,
@@ -178,7 +181,7 @@ TOO_LONG = AttemptRecord(
             [SWAPPED],
             "router_queue 0.5 dispatch 0.25 prefill 1.0 first_step 0.25 decode 2.0",
         ),
-        ([AttemptRecord(0, 1, 0, 0.0)], "router_queue 4.0"),
+        ([attempt((0,), 0, 0.0)], "router_queue 4.0"),
         ([TOO_LONG], "router_queue 0.5 queue 0.0 prefill 0.5 first_step 0.25 decode 2.75"),
     ],
     ids=["pair", "with a prefix", "resumed", "swapped", "never placed", "clocks"],

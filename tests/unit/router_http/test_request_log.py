@@ -17,6 +17,7 @@ from opentelemetry.trace import StatusCode
 from baton.protocol.config import ClusterConfig, LogConfig
 from baton.protocol.errors import NodeError, Overloaded
 from baton.protocol.ids import Key, NodeId, RequestId
+from baton.router.core.request import Attempt
 from baton.router.core.stream import RequestStream
 from baton.router.http.request_log import MAX_REFUSALS_PER_S, RequestLog, Running, Tracer
 from tests.support.http_bench import (
@@ -187,7 +188,7 @@ PARENT = "00f067aa0ba902b7"
 
 
 def timed(stream: RequestStream) -> None:
-    stream.metrics.begin_attempt(Key(RequestId("r"), 0, 0), 1, 0.0)
+    stream.metrics.begin(Attempt(Key(RequestId("r"), 0, 0), (0,), 1, asked_at_s=0.0))
     attempt = stream.metrics.attempts[0]
     attempt.placed_at_s, attempt.decode_node = 0.0, NodeId("d0")
     attempt.decoding_at_s = attempt.prefill_s = 1e-9

@@ -10,6 +10,7 @@ import pytest
 from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.protocol.errors import NodeError, Overloaded
 from baton.protocol.ids import Key, RequestId
+from baton.router.core.request import Attempt
 from baton.router.core.stream import RequestStream
 from baton.router.http.status import MAX_REQUESTS, PAGE, StatusDocument
 from tests.support.completions import ask
@@ -29,7 +30,7 @@ def moved(stream: RequestStream) -> None:
     first.lost_at_s = 0.5
     first.failure = failure.code
     stream.metrics.try_again(failure, is_resume=True)
-    stream.metrics.begin_attempt(Key(RequestId("r"), 0, 1), 1, 0.5)
+    stream.metrics.begin(Attempt(Key(RequestId("r"), 0, 1), (0,), 1, asked_at_s=0.5))
     stream.push(0, TEXT.encode_now(" hello"), "stop")
     stream.finish()
 
