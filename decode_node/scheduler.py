@@ -11,7 +11,7 @@ from typing import assert_never
 
 import msgspec
 
-from baton.decode_node.stream import PromptLookup, Stream, fork_prompt
+from baton.decode_node.stream import HeadDrafts, PromptLookup, Stream, fork_prompt
 from baton.decode_node.waiting_queue import PendingPrompt, WaitingQueue
 from baton.kv_transfer.interfaces import (
     BlocksDrained,
@@ -29,7 +29,7 @@ from baton.node.scheduling.plan import Slice, StepPlan, StepResult
 from baton.node.scheduling.prefix_reads import PrefixOffers
 from baton.node.scheduling.requests import ByRequest, Choices, Origin, Outputs
 from baton.node.scheduling.scheduler import NodeLimits, load_of, problem_of
-from baton.node.scheduling.sequence import no_token
+from baton.node.scheduling.sequence import Sequence, no_token
 from baton.protocol.codec import MalformedMessage
 from baton.protocol.errors import Failure, InvariantBroken, NodeError, TransferError
 from baton.protocol.ids import Key
@@ -131,7 +131,7 @@ class DecodeScheduler:
         room = self.limits.max_first_tokens
         for prompt in computing:
             every = prompt.choices.every
-            if budget == 0 or len(slices) == self.limits.max_num_seqs or len(every) > room:
+            if budget <= 0 or len(slices) == self.limits.max_num_seqs or len(every) > room:
                 break
             if prompt.sequence.num_unplanned_tokens:
                 self._copies.save(prompt.sequence, num_growing)
@@ -152,11 +152,14 @@ class DecodeScheduler:
         self._copies.settle(plan)
         failed = dict(result.failed)
         logprobs = dict(result.logprobs)
+        drafts = dict(result.drafts)
         of_prompts = dict(result.prompt_logprobs)
         for index, (done, tokens) in enumerate(zip(plan.slices, result.tokens, strict=True)):
             scores = logprobs.get(index, ())
-            if done.key in self._running or done.key in self._leaving:
-                self._settle_stream(done, tokens, result, failed.get(index), scores)
+            stream = self._running.get(done.key) or self._leaving.get(done.key)
+            if stream is not None:
+                stream.take_drafts(drafts.get(index, ()))
+                self._settle_stream(stream, done, tokens, result, failed.get(index), scores)
             else:
                 if index in of_prompts:  # a router that has cancelled it drops them
                     origin = self.queue.pending[done.key].origin
@@ -207,27 +210,52 @@ class DecodeScheduler:
             if len(slices) == num_slots:
                 break
             if stream.wants_step and self._grow(stream):
-                guesses = () if stream.lookup is None else self._guesses(stream, num_guesses)
-                num_guesses -= len(guesses)
-                choice = stream.sequence.key.choice
-                slices.append(stream.sequence.slice(1, (choice,), self._step_id + 1, guesses))
+                slices.append(self._decode_slice(stream, num_guesses))
+                num_guesses -= slices[-1].num_guesses
         return sorted(slices, key=lambda part: part.length > 1)  # single tokens come first
+
+    def _decode_slice(self, stream: Stream, most_guesses: int) -> Slice:
+        sequence = stream.sequence
+        guesses = stream.guesses()[: max(0, most_guesses)]
+        num_drafts = None
+        if self.limits.has_draft_head:
+            num_drafts = self._num_drafts(stream)
+            # Behind the last guess is the row of a token that is sampled, from which drafts follow.
+            wanted = len(guesses) + max(1, num_drafts)
+            last = stream.limit - 1 - sequence.num_planned_tokens
+            num_ahead = self._ahead(sequence, min(wanted, last))
+            guesses = guesses[: num_ahead - 1]
+            num_drafts = min(num_drafts, num_ahead - len(guesses))
+            stream.awaits_drafts = num_drafts > 0
+        elif guesses:
+            guesses = guesses[: self._ahead(sequence, len(guesses))]
+        choice = sequence.key.choice
+        return sequence.slice(1, (choice,), self._step_id + 1, guesses, num_drafts)
 
     @property
     def _has_guesses(self) -> bool:
-        may_guess = bool(self.limits.num_speculative_tokens)
-        return may_guess and any(stream.guesses() for stream in self._running.values())
+        """Return whether a stream has guesses, or will get some from a step that is launched."""
+        if not self.limits.num_speculative_tokens:
+            return False
+        return any(stream.awaits_drafts or stream.guesses() for stream in self._running.values())
 
-    def _guesses(self, stream: Stream, limit: int) -> tuple[int, ...]:
-        """Return what a step may guess of a stream: as much as its blocks, or one more, hold."""
-        sequence = stream.sequence
+    def _num_drafts(self, stream: Stream) -> int:
+        if stream.guesser is None:
+            return 0
+        return stream.guesser.num_drafts(stream.sequence.num_tokens)
+
+    def _ahead(self, sequence: Sequence, wanted: int) -> int:
+        """Return for how many of the `wanted` positions after the next one there are blocks.
+
+        It gets more while each running sequence keeps one to grow into.
+        """
         size = self.pool.block_size
-        guesses = stream.guesses()[: max(0, limit)]
-        room = len(sequence.block_table) * size - sequence.num_tokens
-        if len(guesses) > room and self.pool.num_free > len(self._running):
-            sequence.block_table.extend(self.pool.allocate(1))
-            room += size
-        return guesses[:room]
+        position = sequence.num_planned_tokens
+        num_lacking = (position + wanted) // size + 1 - len(sequence.block_table)
+        num_spare = self.pool.num_free - len(self._running)
+        if num_lacking > 0 and num_spare > 0:
+            sequence.block_table.extend(self.pool.allocate(min(num_lacking, num_spare)))
+        return min(wanted, len(sequence.block_table) * size - position - 1)
 
     def _in_turn(self, num_slots: int) -> list[Stream]:
         """Return the running streams, beginning with those that have places if not all do.
@@ -249,7 +277,9 @@ class DecodeScheduler:
     def _grow(self, stream: Stream) -> bool:
         """Give the next position a block. Preempt the youngest sequence if none is free."""
         sequence = stream.sequence
-        if sequence.num_planned_tokens < len(sequence.block_table) * self.pool.block_size:
+        # A head stores the row of the token that is sampled, too.
+        end = sequence.num_planned_tokens + self.limits.has_draft_head
+        if end < len(sequence.block_table) * self.pool.block_size:
             return True
         if self.pool.num_free == 0 and not self._leaving:
             youngest = next(reversed(self._running.values()))
@@ -265,13 +295,13 @@ class DecodeScheduler:
 
     def _settle_stream(
         self,
+        stream: Stream,
         done: Slice,
         tokens: tuple[int, ...],
         result: StepResult,
         problem: str | None,
         logprobs: tuple[TokenLogprobs, ...],
     ) -> None:
-        stream = self._running.get(done.key) or self._leaving[done.key]
         sequence = stream.sequence
         tokens = done.kept(tokens)
         sequence.settle(done, tokens)
@@ -290,8 +320,8 @@ class DecodeScheduler:
             stream.logprobs += logprobs[index : index + 1]
             if reason is not None:
                 break
-        if done.num_guesses and stream.lookup is not None:
-            stream.lookup.learn(len(tokens) - 1, sequence.num_tokens)
+        if done.num_guesses and stream.guesser is not None:
+            stream.guesser.learn(len(tokens) - 1, sequence.num_tokens)
             self.pool.counts.spec_decode_draft_tokens += done.num_guesses
             self.pool.counts.spec_decode_accepted_tokens += len(tokens) - 1
         if stream.times is not None:
@@ -342,7 +372,7 @@ class DecodeScheduler:
             self.queue.fail(prompt, TransferError(text).to_failure())
             return
         sequence = prompt.sequence
-        sequence.start_at(sequence.num_tokens)
+        sequence.start_at(sequence.num_tokens)  # its streams repeat what they need
         sequence.store_prefix(self.pool)
         times = StageTimes(
             transfer_s=report.transfer_s,
@@ -376,7 +406,13 @@ class DecodeScheduler:
             for choice, first in zip(prompt.choices.every, firsts, strict=True)
             if choice in prompt.choices.live and (every or first.finish_reason is None)
         }
-        sequences, copies = fork_prompt(self.pool, prompt.sequence, prompt.tails, live)
+        sequences, copies = fork_prompt(
+            self.pool,
+            prompt.sequence,
+            prompt.tails,
+            live,
+            repeats_last=self.limits.has_draft_head,
+        )
         self._copies.add(copies)
         streams: list[Stream] = []
         for sequence in sequences:
@@ -388,7 +424,8 @@ class DecodeScheduler:
             stream.logprobs += () if first.logprobs is None else (first.logprobs,)
             may_guess = self.limits.num_speculative_tokens and not self.pool.state_blocks
             if may_guess and not sequence.sampling.depends_on_output:
-                stream.lookup = PromptLookup(self.limits)
+                has_head = self.limits.has_draft_head
+                stream.guesser = (HeadDrafts if has_head else PromptLookup)(self.limits)
             self._running[sequence.key] = stream
             self._by_request.add(sequence.key, stream)
             self._num_running[prompt.key] += 1

@@ -7,6 +7,7 @@ written.
 
 from array import array
 from dataclasses import dataclass
+from typing import Protocol
 
 from baton.node.scheduling.block_pool import BlockPool
 from baton.node.scheduling.requests import Origin
@@ -24,14 +25,70 @@ TOKEN_BYTES = 4
 MAX_PAUSE = 32  # tokens without a guess, after guesses that were all wrong
 
 
-class PromptLookup:
-    """Guesses the next tokens of a sequence from its own text: speculative decoding.
+class Guesser(Protocol):
+    """Guesses the next tokens of one sequence: speculative decoding.
 
-    What followed the last tokens when they stood in the prompt or the output before is guessed to
-    follow again. A step that computes the guesses samples after each of them, and keeps what was
-    guessed right, so the tokens are those of a node that does not guess. After wrong guesses it
-    pauses, for twice as many tokens each time, so that text which repeats nothing costs next to
-    nothing.
+    A step that computes the guesses samples after each of them, and keeps what was guessed right,
+    so the tokens are those of a node that does not guess.
+    """
+
+    def guesses(self, token_ids: list[int]) -> tuple[int, ...]:
+        """Return what may follow these tokens, which begin with those of the last call."""
+        ...
+
+    def num_drafts(self, num_tokens: int) -> int:
+        """Return how many tokens a step should draft that makes a sequence of `num_tokens`."""
+        ...
+
+    def take(self, drafts: tuple[int, ...]) -> None:
+        """Take what a head has drafted to follow the last token."""
+        ...
+
+    def learn(self, num_right: int, num_tokens: int) -> None:
+        """Note how many guesses were right. The sequence has `num_tokens` tokens now."""
+        ...
+
+
+class Pause:
+    """How long to guess nothing after wrong guesses: twice as long each time."""
+
+    def __init__(self) -> None:
+        self._until = 0  # this many tokens
+        self._length = 0
+
+    def learn(self, num_right: int, num_tokens: int) -> None:
+        self._length = 0 if num_right else min(2 * self._length + 1, MAX_PAUSE)
+        self._until = num_tokens + self._length
+
+    def is_over(self, num_tokens: int) -> bool:
+        return num_tokens >= self._until
+
+
+class HeadDrafts:
+    """Guesses what a head has drafted in the step before."""
+
+    def __init__(self, limits: NodeLimits) -> None:
+        self._most = limits.num_speculative_tokens
+        self._pause = Pause()
+        self._drafts: tuple[int, ...] = ()  # what may follow the tokens that are known now
+
+    def guesses(self, token_ids: list[int]) -> tuple[int, ...]:
+        return self._drafts if self._pause.is_over(len(token_ids)) else ()
+
+    def take(self, drafts: tuple[int, ...]) -> None:
+        self._drafts = drafts
+
+    def num_drafts(self, num_tokens: int) -> int:
+        return self._most if self._pause.is_over(num_tokens) else 0
+
+    def learn(self, num_right: int, num_tokens: int) -> None:
+        self._pause.learn(num_right, num_tokens)
+
+
+class PromptLookup:
+    """Guesses what followed the last tokens when they stood in the prompt or the output before.
+
+    After wrong guesses it pauses, so that text which repeats nothing costs next to nothing.
     """
 
     def __init__(self, limits: NodeLimits) -> None:
@@ -39,21 +96,23 @@ class PromptLookup:
         self._sizes = range(limits.prompt_lookup_max, limits.prompt_lookup_min - 1, -1)
         self._text = bytearray()  # of all tokens, each in `TOKEN_BYTES`
         self._guesses: tuple[int, ...] = ()
-        self._paused_until = 0  # this many tokens
-        self._pause = 0
+        self._pause = Pause()
 
     def guesses(self, token_ids: list[int]) -> tuple[int, ...]:
-        """Return what may follow these tokens, which begin with those of the last call."""
         num_known = len(self._text) // TOKEN_BYTES
         if num_known < len(token_ids):
             self._text += array("I", token_ids[num_known:]).tobytes()
-            self._guesses = () if len(token_ids) < self._paused_until else self._found()
+            self._guesses = self._found() if self._pause.is_over(len(token_ids)) else ()
         return self._guesses
 
+    def num_drafts(self, num_tokens: int) -> int:
+        return 0
+
+    def take(self, drafts: tuple[int, ...]) -> None:
+        pass  # its model has no head
+
     def learn(self, num_right: int, num_tokens: int) -> None:
-        """Note how many guesses were right. The sequence has `num_tokens` tokens now."""
-        self._pause = 0 if num_right else min(2 * self._pause + 1, MAX_PAUSE)
-        self._paused_until = num_tokens + self._pause
+        self._pause.learn(num_right, num_tokens)
 
     def _found(self) -> tuple[int, ...]:
         """Return what followed the longest run of last tokens where it stood last."""
@@ -82,7 +141,8 @@ class Stream:
     times: StageTimes | None  # until they are sent with the first entry
     is_ended: bool = False
     logprobs: tuple[TokenLogprobs, ...] = ()  # of the tokens that are not yet sent
-    lookup: PromptLookup | None = None
+    guesser: Guesser | None = None
+    awaits_drafts: bool = False  # of the step that is launched
 
     @property
     def keys(self) -> list[Key]:
@@ -97,10 +157,16 @@ class Stream:
 
     def guesses(self) -> tuple[int, ...]:
         """Return what may follow the tokens so far, as far as the sequence may go."""
-        if self.lookup is None:
+        if self.guesser is None:
             return ()
         num_tokens = self.sequence.num_tokens
-        return self.lookup.guesses(self.sequence.token_ids)[: max(0, self.limit - num_tokens - 1)]
+        return self.guesser.guesses(self.sequence.token_ids)[: max(0, self.limit - num_tokens - 1)]
+
+    def take_drafts(self, drafts: tuple[int, ...]) -> None:
+        """Take what a settled step has drafted to follow the last token that it sampled."""
+        self.awaits_drafts = False
+        if self.guesser is not None:
+            self.guesser.take(drafts)
 
     def entry(self, finish_reason: FinishReason | None) -> TokenEntry:
         """Return the tokens that are not yet sent, and count them as sent."""
@@ -120,14 +186,20 @@ class Stream:
 
 
 def fork_prompt(
-    pool: BlockPool, prompt: Sequence, tails: list[int], first_tokens: dict[int, int]
+    pool: BlockPool,
+    prompt: Sequence,
+    tails: list[int],
+    first_tokens: dict[int, int],
+    *,
+    repeats_last: bool = False,
 ) -> tuple[list[Sequence], list[tuple[int, int]]]:
     """Split a computed prompt into its choices. The references of prompt and tails are consumed.
 
     `first_tokens` maps each choice that goes on to its first token; `tails` are blocks, perhaps
     more than needed, that are reserved for copies of a partial last block and of the state. Return
     the sequences, and the copies to make before their first step, whose source and target each
-    have one more reference until the copy is settled.
+    have one more reference until the copy is settled. With `repeats_last`, their first step
+    computes the last token of the prompt again, for its hidden state.
     """
     num_whole = prompt.num_tokens // pool.block_size
     whole = prompt.block_table[:num_whole]
@@ -155,6 +227,7 @@ def fork_prompt(
                 num_computed_tokens=prompt.num_tokens,
                 num_planned_tokens=prompt.num_tokens,
                 num_state_tokens=prompt.num_tokens,
+                num_repeated=1 if repeats_last else 0,
             )
         )
     pool.release(prompt.blocks)

@@ -214,7 +214,7 @@ class WaitingQueue:
         self._reserved[prompt.key] = prompt
         prompt.num_cached_tokens = num_cached * pool.block_size
         if prompt.is_local:
-            sequence.start_at(prompt.num_cached_tokens)
+            sequence.start_at(prompt.num_cached_tokens, repeats_last=self.limits.has_draft_head)
             self.copies.restore(sequence)
         else:
             fresh = tuple(sequence.blocks[num_cached:])

@@ -110,13 +110,15 @@ def models_page(page: str) -> str:
     before, _, rest = page.partition(FAMILIES_BEGIN)
     _, _, after = rest.partition(FAMILIES_END)
     rows = [
-        "| family | `architectures` in config.json | QKV bias | sliding window |",
-        "|---|---|---|---|",
+        "| family | `architectures` in config.json | QKV bias | sliding window | drafts |",
+        "|---|---|---|---|---|",
     ]
     for family in FAMILIES:
         names = dict.fromkeys((family.architecture, *family.wrappers))
         shown = ", ".join(f"`{name}`" for name in names)
-        rows.append(f"| {family.title} | {shown} | {_bias(family)} | {_windows(family)} |")
+        drafts = "no" if family.draft is None else "mtp"
+        cells = family.title, shown, _bias(family), _windows(family), drafts
+        rows.append(f"| {' | '.join(cells)} |")
     table = "\n".join(rows)
     return f"{before}{FAMILIES_BEGIN}\n{table}\n{FAMILIES_END}{after}"
 

@@ -168,6 +168,7 @@ class EngineNode:
             self.config.engine.num_speculative_tokens,
             self.config.engine.prompt_lookup_max,
             self.config.engine.prompt_lookup_min,
+            self.config.engine.has_draft_head,
             info.facts.lora_modules,
             info.facts.tasks,
             model.max_loras if model.allow_runtime_lora_updating else 0,

@@ -24,8 +24,9 @@ from baton.protocol.messages import Offered
 
 
 class PrefixReads:
-    def __init__(self, pool: BlockPool, outputs: Outputs) -> None:
+    def __init__(self, pool: BlockPool, outputs: Outputs, *, repeats_last: bool = False) -> None:
         self.costs = PrefixCosts()
+        self._repeats_last = repeats_last
         self._pool = pool
         self._outputs = outputs
         # Blocks that bytes may still reach although their prompts have others by now.
@@ -71,7 +72,8 @@ class PrefixReads:
         if handoff.is_ended:
             return
         size = self._pool.block_size
-        handoff.sequence.start_at((read.num_held_blocks + len(read.landing)) * size)
+        position = (read.num_held_blocks + len(read.landing)) * size
+        handoff.sequence.start_at(position, repeats_last=self._repeats_last)
         handoff.num_cached_tokens = handoff.sequence.num_computed_tokens
         handoff.num_read_tokens = len(read.landing) * size
         handoff.prefix_read_s = now_s - read.began_s

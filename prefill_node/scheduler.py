@@ -65,7 +65,7 @@ class PrefillScheduler:
         self._holding: dict[Key, Handoff] = {}  # computed or ended, blocks not yet given back
         self._known: ByRequest[Handoff] = ByRequest()  # all of these
         self._copies = StepCopies(pool)
-        self._reads = PrefixReads(pool, self.outputs)
+        self._reads = PrefixReads(pool, self.outputs, repeats_last=limits.has_draft_head)
         self._step_id = 0
 
     # --- requests ------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class PrefillScheduler:
         room = self.limits.max_first_tokens
         for handoff in self._candidates(now_s):
             every = handoff.choices.every
-            if budget == 0 or len(slices) == self.limits.max_num_seqs or len(every) > room:
+            if budget <= 0 or len(slices) == self.limits.max_num_seqs or len(every) > room:
                 break
             self._copies.save(handoff.sequence)
             slices.append(handoff.sequence.chunk(budget, every, self._step_id + 1))
@@ -259,7 +259,7 @@ class PrefillScheduler:
         if num_cached is None:
             return False
         handoff.num_cached_tokens = num_cached * self.pool.block_size
-        sequence.start_at(handoff.num_cached_tokens)
+        sequence.start_at(handoff.num_cached_tokens, repeats_last=self.limits.has_draft_head)
         self._copies.restore(sequence)
         handoff.admitted_s = now_s
         self._computing[sequence.key] = handoff

@@ -42,6 +42,7 @@ Convert = Literal["auto", "none", "embed", "classify"]
 Device = Literal["auto", "cpu", "cuda"]
 KVCacheDtype = Literal["auto", "fp8"]
 KernelChoice = Literal["auto", "compiled", "torch"]
+SpeculativeMethod = Literal["ngram", "mtp"]
 GraphChoice = Literal["all", "prompts", "none"]
 TransportChoice = Literal["auto", "shm", "cuda_ipc", "nixl"]
 PrefixReads = Literal["off", "equal", "any"]
@@ -282,18 +283,31 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_speculative_tokens: Annotated[
         int,
         about(
-            "most tokens that a decode step guesses for a sequence, from what followed the same "
-            "tokens earlier (n-gram speculative decoding); 0 guesses none",
+            "most tokens that a decode step guesses for a sequence (speculative decoding); 0 "
+            "guesses none",
             ge=0,
             le=16,
         ),
     ] = 0
+    speculative_method: Annotated[
+        SpeculativeMethod,
+        about(
+            "what guesses tokens, the same on all nodes: ngram takes what followed a sequence's "
+            "last tokens before, and mtp is the layer in the model's own folder that predicts "
+            "further tokens"
+        ),
+    ] = "ngram"
     prompt_lookup_max: Annotated[
         int, about("number of last tokens that a guess looks up first", "tokens", ge=1)
     ] = 4
     prompt_lookup_min: Annotated[
         int, about("smallest number of last tokens that it looks up", "tokens", ge=1)
     ] = 2
+
+    @property
+    def has_draft_head(self) -> bool:
+        """Return whether a part of the model guesses tokens."""
+        return self.num_speculative_tokens > 0 and self.speculative_method != "ngram"
 
 
 class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

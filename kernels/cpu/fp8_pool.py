@@ -159,7 +159,8 @@ def store_fp8(
     for token in range(first, end):
         block = slots[token] // block_size
         slot = slots[token] % block_size
-        for row in range(2 * kv_heads):
+        num_rows = 2 * kv_heads if slots[token] >= 0 else 0
+        for row in range(num_rows):
             source = shift(rows, (token * 2 * kv_heads + row) * head_dim)
             at = block * stride_block + row // 2 * stride_head
             tile = shift(pool, at + row % 2 * block_size * (head_dim + 1))

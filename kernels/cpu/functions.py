@@ -177,7 +177,7 @@ class CpuKernels:
         qkv: Tensor,  # [num_rows, (num_heads + planes * kv_heads) * head_dim], contiguous
         layer: int,
         positions: Tensor,  # [num_tokens] int64
-        slots: Tensor,  # [num_tokens] int64
+        slots: Tensor,  # [num_tokens] int64; -1: the pool has what would be stored
         cos_sin: Tensor,  # [max_position, rotary_dim] fp32: the cosines, then the sines
         head_norms: Tensor | None,  # [num_heads + kv_heads, head_dim]
         eps: float,

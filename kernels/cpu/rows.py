@@ -194,10 +194,11 @@ def rope_and_store(
     half = (head_dim - plain) // 2
     for token in range(first, end):
         angles = positions[token] * 2 * half
-        slot = slots[token]
+        slot = slots[token]  # below 0: the pool has its keys and values already
+        num_stored = kv_heads if slot >= 0 else 0
         place = slot // block_size * stride_block + slot % block_size * head_dim
         row = token * (num_heads + planes * kv_heads) * head_dim
-        for head in range(num_heads + kv_heads):
+        for head in range(num_heads + num_stored):
             source = shift(qkv, row + head * head_dim)
             if head < num_heads:
                 target = shift(q, (token * num_heads + head) * head_dim)
@@ -222,7 +223,7 @@ def rope_and_store(
                 sin = load_first(cos_sin, angles + half + i, count)
                 store_first(target, i, low * cos - high * sin, count)
                 store_first(target, half + i, high * cos + low * sin, count)
-        for head in range((planes - 1) * kv_heads):
+        for head in range((planes - 1) * num_stored):
             source = shift(qkv, row + (num_heads + kv_heads + head) * head_dim)
             target = shift(pool, place + head * stride_head + block_size * head_dim)
             for i in range(head_dim):

@@ -16,7 +16,7 @@ from baton.model.config.kinds_config import KindsConfig, LayerInputs
 from baton.model.config.latent_config import LatentConfig
 from baton.model.config.state_config import StateTensors, state_tensors
 from baton.model.config.tensor_parts import LinearTensors, NormTensor, Shape, Units
-from baton.model.families.family import Experts, MlpNames
+from baton.model.families.family import DraftNames, Experts, MlpNames
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -221,6 +221,24 @@ class LayerTensors(msgspec.Struct, frozen=True):
             yield self.sinks, (self.num_heads,)
 
 
+class DraftTensors(msgspec.Struct, frozen=True):
+    """The tensors of the layer that drafts tokens, and of what is around it."""
+
+    embedding_norm: NormTensor
+    hidden_norm: NormTensor
+    joint: LinearTensors
+    layer: LayerTensors
+    norm: NormTensor
+    head: str  # empty: that of the model
+    vocab_size: int
+
+    def shapes(self) -> Iterator[tuple[str, Shape]]:
+        for tensors in (self.embedding_norm, self.hidden_norm, self.joint, self.layer, self.norm):
+            yield from tensors.shapes()
+        if self.head:
+            yield self.head, (self.vocab_size, self.norm.size)
+
+
 class DecoderTensors(msgspec.Struct, frozen=True):
     """All tensors that a decoder reads."""
 
@@ -231,6 +249,7 @@ class DecoderTensors(msgspec.Struct, frozen=True):
     has_own_head: bool  # that makes tokens, and is not tied to the embedding
     num_labels: int
     inputs: LayerInputs | None
+    draft: DraftTensors | None
 
     def shapes(self) -> dict[str, Shape]:
         """Return the shape of each tensor by name."""
@@ -247,6 +266,8 @@ class DecoderTensors(msgspec.Struct, frozen=True):
             shapes[INPUTS] = (self.inputs.vocab_size, width)
             shapes[f"{INPUT_PROJECTION}.weight"] = (width, self.hidden)
             shapes[f"{INPUT_NORM}.weight"] = (self.inputs.width,)
+        if self.draft is not None:
+            shapes.update(self.draft.shapes())
         return shapes
 
 
@@ -260,6 +281,7 @@ def decoder_tensors(config: DecoderConfig, layout: ExpertLayout = "apart") -> De
         has_own_head=config.head == "tokens" and not config.tie_word_embeddings,
         num_labels=config.num_labels,
         inputs=None if config.kinds is None else config.kinds.inputs,
+        draft=None if config.draft is None else _draft(config, config.draft, layout),
     )
 
 
@@ -291,7 +313,7 @@ def units_of_rank(
 
 
 def _layer(config: DecoderConfig, number: int, layout: ExpertLayout) -> LayerTensors:
-    layer = f"model.layers.{config.numbers_in_files(number)[0]}."
+    layer = config.prefix_of(number)
     attention = f"{layer}{config.names.attention}."
     hidden, (kv_heads, width) = Units(config.hidden_size), config.heads_of(number)
     latent = config.latent
@@ -337,6 +359,22 @@ def _layer(config: DecoderConfig, number: int, layout: ExpertLayout) -> LayerTen
     )
 
 
+def _draft(config: DecoderConfig, names: DraftNames, layout: ExpertLayout) -> DraftTensors:
+    number = config.num_layers
+    hidden = config.hidden_size
+    block = names.block or config.prefix_of(number)
+    whole = Units(1, hidden)  # which each rank has
+    return DraftTensors(
+        embedding_norm=NormTensor(block + names.embedding_norm, hidden),
+        hidden_norm=NormTensor(block + names.hidden_norm, hidden),
+        joint=LinearTensors(block + names.joint, (whole,), Units(1, 2 * hidden)),
+        layer=_layer(config, number, layout),
+        norm=NormTensor(block + names.norm, hidden),
+        head=f"{block}{names.head}.weight" if names.head else "",
+        vocab_size=config.vocab_size,
+    )
+
+
 def _beside(experts: ExpertsConfig, layer: str, hidden: int) -> BesideTensors:
     names = {
         "mlp_norm": "post_feedforward_layernorm_1",
@@ -374,7 +412,7 @@ def _norms(config: DecoderConfig, number: int) -> dict[str, NormTensor]:
             for (role, name), of in numbers
             if of is not None
         }
-    layer = f"model.layers.{number}."
+    layer = config.prefix_of(number)
     if config.layers.has_output_norms:
         names["output_norm"] = names["mlp_norm"]
         names["mlp_norm"] = "pre_feedforward_layernorm"
@@ -447,9 +485,8 @@ def _index(latent: LatentConfig, prefix: str, hidden: Units, number: int) -> Ind
 def _dense_mlp(config: DecoderConfig, number: int) -> MlpTensors:
     hidden = Units(config.hidden_size)
     width = Units(config.mlp_width_of(number))
-    number_in_files = config.numbers_in_files(number)[1]
     names = config.mlp
-    block = f"model.layers.{number_in_files}.{config.mlp.block}."
+    block = f"{config.mlp_prefix_of(number)}{names.block}."
     if len(names.gate_up) > 1 or not names.has_gate:
         return _mlp(
             block, names.gate_up, names.down, hidden.size, width.size, has_bias=config.mlp_bias
@@ -483,7 +520,7 @@ def _experts(
 ) -> ExpertTensors:
     names = experts.names
     hidden = config.hidden_size
-    layer = f"model.layers.{config.numbers_in_files(number)[1]}."
+    layer = config.mlp_prefix_of(number)
     block = f"{layer}{names.block}." if names.block else layer
     is_own = layout == "apart" or names.stacked is not None
     experts_block = block if is_own else f"{layer}{STACKED_BLOCK}."

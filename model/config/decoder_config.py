@@ -38,7 +38,7 @@ from baton.model.config.reading import (
 )
 from baton.model.config.rope_config import MAX_POSITIONS, UNROTATED, Rope, ropes_config
 from baton.model.config.state_config import StateConfig, state_config
-from baton.model.families.family import Family, Head, LayerNames, MlpNames
+from baton.model.families.family import DraftNames, Family, Head, LayerNames, MlpNames
 from baton.model.families.table import BY_ARCHITECTURE, BY_MODEL_TYPE, FAMILIES, OTHER_HEADS
 from baton.protocol.errors import ConfigError
 
@@ -105,6 +105,8 @@ class DecoderConfig(msgspec.Struct, frozen=True):
     guessing: tuple[str, ...] = ()  # what names of tensors that are not read begin with
     names: LayerNames = LayerNames()
     mlp: MlpNames = MlpNames()
+    # The layer behind the others that drafts tokens, if it is wanted. Its number is `num_layers`.
+    draft: DraftNames | None = None
 
     @property
     def rotary_dim(self) -> int:
@@ -144,16 +146,28 @@ class DecoderConfig(msgspec.Struct, frozen=True):
     def num_kv_layers(self) -> int:
         """Return how many layers store keys and values, each of them with `head_dim` numbers.
 
-        The layers of `kinds` count as what they store.
+        The layers of `kinds` count as what they store, and a layer that drafts is the last one.
         """
         if self.kinds is not None:
             wide = self.num_stored(wide=True) * self.kinds.kv_heads * self.kinds.head_dim
             return self.num_stored() + math.ceil(wide / (self.num_kv_heads * self.head_dim))
-        return self.num_layers - (0 if self.state is None else len(self.state.layers))
+        num_states = 0 if self.state is None else len(self.state.layers)
+        return self.num_layers - num_states + (self.draft is not None)
 
     def numbers_in_files(self, layer: int) -> tuple[int, int | None]:
         """Return which layers of the files have a layer's attention or state, and its MLP."""
         return self.blocks[layer] if self.blocks else (layer, layer)
+
+    def prefix_of(self, layer: int) -> str:
+        """Return what the names of a layer's tensors begin with, attention or state and norms."""
+        if self.draft is not None and layer == self.num_layers and self.draft.layer:
+            return self.draft.layer
+        return f"model.layers.{self.numbers_in_files(layer)[0]}."
+
+    def mlp_prefix_of(self, layer: int) -> str:
+        """Return the same of a layer's MLP."""
+        number = self.numbers_in_files(layer)[1]
+        return f"model.layers.{number}." if self.blocks else self.prefix_of(layer)
 
     def has_mlp(self, layer: int) -> bool:
         return self.numbers_in_files(layer)[1] is not None

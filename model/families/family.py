@@ -116,6 +116,25 @@ class StateLayers(msgspec.Struct, frozen=True, kw_only=True):
     joins_inputs: bool = False
 
 
+class DraftNames(msgspec.Struct, frozen=True, kw_only=True):
+    """The layer in a model's own files that predicts the token after the next one (MTP).
+
+    It takes the norms of a token's embedding and of the hidden state before it, joined. The names
+    are those of the layout `model.layers.N.` that DeepSeek-V3 has.
+    """
+
+    block: str = ""  # before all names; empty: that of the layer behind the model's last
+    layer: str = ""  # the same, of the layer alone
+    embedding_norm: str = "enorm"
+    hidden_norm: str = "hnorm"
+    joint: str = "eh_proj"
+    norm: str = "shared_head.norm"
+    head: str = "shared_head.head"  # empty: the model's
+    feeds_normed: bool = False  # the next draft takes the hidden state behind the last norm
+    # The field that says how many such layers there are; the first one drafts.
+    count: str = "num_nextn_predict_layers"
+
+
 class LayerNames(msgspec.Struct, frozen=True):
     """The names of norms and of the output of attention, and that of the last norm."""
 
@@ -173,6 +192,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     experts: Experts | None = None
     has_nextn_layers: bool = False  # num_nextn_predict_layers are in the files, and not read
     guessing: tuple[str, ...] = ()  # what names of tensors that only guess tokens begin with
+    draft: DraftNames | None = None  # how one of them can be computed
 
     def with_defaults(self, fields: dict[str, object]) -> dict[str, object]:
         """Return the fields of config.json, completed as transformers completes them."""
@@ -216,6 +236,18 @@ def _says_something(fields: dict[str, object], name: str) -> bool:
     return fields.get(name) is not None or (name in fields and name in _NULLABLE)
 
 
+NEXTN = DraftNames()
+MTP = DraftNames(
+    block="mtp.",
+    layer="mtp.layers.0.",
+    embedding_norm="pre_fc_norm_embedding",
+    hidden_norm="pre_fc_norm_hidden",
+    joint="fc",
+    norm="norm",
+    head="",
+    feeds_normed=True,
+    count="mtp_num_hidden_layers",
+)
 DEEPSEEK_EXPERTS = Experts(routing="grouped_sigmoid", shared="shared_experts")
 # Of text, all three positions of a token are equal, and so are the angles.
 MROPE = {"mrope": "default"}

@@ -1,6 +1,6 @@
 """Rows of families with latent attention, which keep one row of a token for all heads."""
 
-from baton.model.families.family import DEEPSEEK_EXPERTS, Experts, Family, Index, Latent
+from baton.model.families.family import DEEPSEEK_EXPERTS, NEXTN, Experts, Family, Index, Latent
 
 LATENT = (
     Family(
@@ -22,6 +22,7 @@ LATENT = (
         latent=Latent(),
         experts=DEEPSEEK_EXPERTS,
         has_nextn_layers=True,
+        draft=NEXTN,
     ),
     Family(
         title="DeepSeek-V3.2",
@@ -60,6 +61,7 @@ LATENT = (
         latent=Latent(),
         experts=Experts(routing="grouped_sigmoid", shared="shared_experts", skips_first_layer=True),
         has_nextn_layers=True,
+        draft=NEXTN,
     ),
     Family(
         title="Youtu-LLM",

@@ -5,6 +5,7 @@ from baton.model.families.family import (
     ALWAYS,
     DEEPSEEK_EXPERTS,
     MROPE,
+    NEXTN,
     SHARED_EXPERT,
     Experts,
     Family,
@@ -86,6 +87,7 @@ MIXTURES = (
         rope_types=MROPE,
         experts=DEEPSEEK_EXPERTS,
         has_nextn_layers=True,
+        draft=NEXTN,
     ),
     Family(
         title="Mixtral",
@@ -179,6 +181,7 @@ MIXTURES = (
         partial_rotary_factor=0.5,
         experts=DEEPSEEK_EXPERTS,
         has_nextn_layers=True,
+        draft=NEXTN,
     ),
     Family(
         title="MiniMax-M2",

@@ -135,6 +135,22 @@ class Decoder:
             self.replacements.embed(embedded, batch.token_ids, batch.adapted)
         if self.embedding_scale is not None:
             embedded = embedded * self.embedding_scale
+        x, _ = self.through(embedded, batch, rows, backend, are_many=are_many)
+        return x
+
+    def through(
+        self,
+        embedded: Tensor,
+        batch: Batch,
+        rows: Tensor,
+        backend: Backend,
+        *,
+        are_many: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Let `[num_tokens, hidden]` go through the layers of a batch that has begun.
+
+        Return `rows` of it behind the last norm, and before it.
+        """
         inputs = None
         if self.inputs is not None:
             inputs = self.inputs(batch.token_ids, embedded, backend).unbind(1)
@@ -151,11 +167,10 @@ class Decoder:
         x = self._attend(last, backend, batch.positions, x, None if are_many else rows)
         x = x[rows] if are_many else x
         if not len(rows):
-            return residual[rows]
+            return residual[rows], residual[rows]
         own = None if inputs is None else inputs[last][rows]
         work = partial(self._to_head, backend, batch.adapted_outputs, own)
-        x, _ = by_rows(work, x, residual[rows])
-        return x
+        return by_rows(work, x, residual[rows])
 
     def scaled(self, x: Tensor) -> Tensor:
         """Return what a layer adds to the residual stream."""

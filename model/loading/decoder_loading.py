@@ -66,16 +66,22 @@ def load_decoder(
     """Raises `ConfigError` if the ranks cannot share the model or a tensor is not as expected."""
     check_tensors(checkpoint.folder, config)
     check_split(config, ranks.size)
+    num_kinds = num_linear_kinds(config)
+    loras = loras or LoraLoader((), place.device, place.dtype)
+    num_kinds += NUM_LORA_KINDS if loras.adapters or loras.space.num_slots else 0
+    linears = linears_for(place, progress, num_kinds)
+    weights = LayerWeights(config, checkpoint, ranks, place, linears, loras)
+    return DecoderLoader(weights, place).load(progress)
+
+
+def num_linear_kinds(config: DecoderConfig) -> int:
+    """Return how many kinds of linear layers a decoder has, without those of adapters."""
     num_kinds = NUM_LINEAR_KINDS + (NUM_EXPERT_KINDS if config.experts else 0)
     num_kinds += NUM_LATENT_KINDS if config.latent else 0
     num_kinds += NUM_INDEX_KINDS if config.index else 0
     num_kinds += NUM_STATE_KINDS if config.state else 0
     num_kinds += NUM_LINEAR_KINDS + NUM_INPUT_KINDS if config.kinds else 0
-    loras = loras or LoraLoader((), place.device, place.dtype)
-    num_kinds += NUM_LORA_KINDS if loras.adapters or loras.space.num_slots else 0
-    linears = linears_for(place, progress, num_kinds)
-    weights = LayerWeights(config, checkpoint, ranks, place, linears, loras)
-    return _Loader(weights, place).load(progress)
+    return num_kinds
 
 
 def local_heads(config: AnyConfig, size: int) -> tuple[int, int]:
@@ -110,7 +116,7 @@ def check_split(config: DecoderConfig, size: int) -> None:
         )
 
 
-class _Loader:
+class DecoderLoader:
     def __init__(self, weights: LayerWeights, place: RankDevice) -> None:
         self.weights = weights
         self.place = place
@@ -130,7 +136,7 @@ class _Loader:
         layers = []
         for number, tensors in enumerate(self.weights.tensors.layers):
             progress("weights", number, total)
-            layers.append(self._layer(number, tensors))
+            layers.append(self.layer(number, tensors))
         progress("weights", config.num_layers, total)
         embedding = self.read(EMBEDDING)
         norm = self.weights.norm(self.weights.tensors.norm)
@@ -164,7 +170,7 @@ class _Loader:
     def _loras(self) -> list[Lora]:
         return [*(lora for _, lora in self.weights.loras.sites), *self.weights.expert_loras]
 
-    def _layer(self, number: int, tensors: LayerTensors) -> DecoderLayer:
+    def layer(self, number: int, tensors: LayerTensors) -> DecoderLayer:
         config = self.config
         joins_norms = self.config.joins_qk_norm
         latent = state = None

@@ -381,7 +381,9 @@ class Packer:
         first = start // size
         blocks = np.array(table[first:])[own // size - first]
         lists.positions += own.tolist()
-        lists.slots += (blocks * size + own % size).tolist()
+        slots = blocks * size + own % size
+        slots[: part.num_repeated] = -1  # blocks that others share are not written
+        lists.slots += slots.tolist()
 
     def _is_only_counted(self, lists: _Lists, part: Slice, counts: DeviceCounts) -> bool:
         """Add the row of a slice where the device counts, before `_add_samples`.

@@ -20,6 +20,7 @@ from baton.kernels.cpu.library import CpuLibrary, has_bf16_tiles
 from baton.kv_transfer.agent import TransferAgent, make_port
 from baton.kv_transfer.interfaces import PoolMemory
 from baton.kv_transfer.pools import DevicePool, HostPool
+from baton.model.checkpoint.draft_files import SETTING, with_draft_head
 from baton.model.checkpoint.lora_files import (
     Adapter,
     check_takes_adapters,
@@ -44,6 +45,7 @@ from baton.model.layers.mlp import GroupedProduct
 from baton.model.layers.rotary import rope_table, unrotated
 from baton.model.loading.adapters import NO_SPACE, LoraLoader, LoraSpace, PreparedAdapter
 from baton.model.loading.decoder_loading import check_split, load_decoder, local_heads
+from baton.model.loading.draft_loading import load_draft_head
 from baton.model.loading.layer_weights import PackNarrow, RankDevice, linears_for
 from baton.model.loading.weight_digests import WeightDigest
 from baton.model.loading.weights import Checkpoint, fingerprint
@@ -57,6 +59,7 @@ from baton.model.runner.cuda_start import (
     prepare,
     why_no_gpu,
 )
+from baton.model.runner.drafting import Drafter
 from baton.model.runner.kv_cache import (
     SPARE_BLOCKS,
     KVCache,
@@ -302,8 +305,11 @@ def _pool_dtype(config: ClusterConfig, decoder: AnyConfig, dtype: torch.dtype) -
 def _described(config: ClusterConfig, folder: Path, num_ranks: int) -> AnyConfig:
     if not runs_in_transformers(folder, config.model.model_impl):
         decoder = as_stored(folder, read_decoder_config(folder))
+        decoder = with_draft_head(folder, decoder, config.engine)
         check_split(decoder, num_ranks)
         return decoder
+    if config.engine.has_draft_head:
+        raise ConfigError(f"{SETTING}: transformers' code drafts no tokens; use ngram")
     if num_ranks > 1:
         architecture, _ = check_for_transformers(folder)
         raise ConfigError(
@@ -344,6 +350,7 @@ def load_runner(
         _narrow_product(plan),
     )
     decoder: StepDecoder
+    draft_head = None
     loras = LoraLoader(plan.adapters, plan.device, plan.dtype, plan.lora_space)
     if isinstance(plan.decoder, TransformersConfig):
         # transformers takes seconds to import, and only its models need it.
@@ -356,6 +363,7 @@ def load_runner(
         )
     else:
         decoder = load_decoder(plan.decoder, checkpoint, ranks, place, progress, loras)
+        draft_head = load_draft_head(plan.decoder, checkpoint, ranks, place, progress, decoder)
     progress("kv pool", 0, 1)
     if plan.device.type == "cuda":
         runner, device_pool = _on_gpu(plan, config, decoder, progress)
@@ -382,6 +390,8 @@ def load_runner(
     sampler = Sampler(plan.decoder.eos_token_ids, kernel, _masks(plan))
     runner = Runner(decoder, backend, cache, sampler, HostQueue(), boottime)
     runner.loras = loras
+    if draft_head is not None:
+        runner.drafter = Drafter(draft_head, backend, sampler, plan.layout.block_size)
     return runner, pool
 
 
@@ -551,6 +561,8 @@ def _lacking_on_gpus(config: ClusterConfig, decoder: AnyConfig, num_ranks: int) 
     if num_ranks > 1 and num_ranks > (num_seen := len(gpus_of(0))):
         need = f"{num_ranks} ranks (engine.tensor_parallel_size) need one GPU each"
         return f"{need}, but this node sees {num_seen}"
+    if isinstance(decoder, DecoderConfig) and decoder.draft is not None:
+        return f"{SETTING}: only CPUs draft with a part of the model yet; use ngram"
     if isinstance(decoder, DecoderConfig) and decoder.state is not None:
         return f"layers of {decoder.family} that keep a state have no CUDA kernel yet"
     if isinstance(decoder, DecoderConfig) and decoder.kinds is not None:

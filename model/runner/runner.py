@@ -20,6 +20,7 @@ from baton.model.layers.attention import AdaptedRows, Backend, Batch
 from baton.model.layers.linear import Linear
 from baton.model.loading.adapters import LoraLoader, PreparedAdapter
 from baton.model.runner.device_state import RING_TOKENS, DeviceTables
+from baton.model.runner.drafting import Drafter
 from baton.model.runner.kv_cache import KVCache
 from baton.model.runner.packing import Bucket, ModelFacts, PackedStep, Packer, StepInputs
 from baton.model.runner.step_queue import GraphQueue, StepQueue, StepWork
@@ -120,6 +121,7 @@ class Runner:
         self._packer = Packer(
             facts, self._tables, self._queue.allocate, sampler.masks, self._sampled, sampler.counts
         )
+        self.drafter: Drafter | None = None
         self.loras: LoraLoader | None = None  # reads adapters at run time
         self._graphs: StepGraphs | None = None
         # Each with the time of its launch.
@@ -171,6 +173,11 @@ class Runner:
                 pooled[index], is_finite = unpacked_rows(ids)
                 if not is_finite:
                     broken[index] = NOT_FINITE
+        drafts = tuple(
+            (index, tuple(islice(ids, part.num_drafts)))
+            for index, part in enumerate(plan.slices)
+            if part.num_drafts
+        )
         unsampled = {**broken, **step.unsampled}
         for index in unsampled:
             tokens[index] = ()
@@ -186,6 +193,7 @@ class Runner:
             logprobs,
             of_prompts,
             tuple(pooled.items()),
+            drafts,
         )
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -234,22 +242,39 @@ class Runner:
     def _forward(self, step: PackedStep, inputs: StepInputs) -> Tensor:
         sampled = inputs.rows.of(inputs.words)
         batch = self._batch(step, inputs)
-        if inputs.targets is None and inputs.pooled is None:  # nearly every step
-            hidden = self.decoder.hidden(batch, sampled, self.backend)
-            return self._sample(step, inputs, hidden, batch)
         before = pooled = sampled[:0]
         if inputs.targets is not None:
             before = inputs.targets[0].of(inputs.words)
         if inputs.pooled is not None:
             pooled = inputs.pooled.of(inputs.words)
-        rows = torch.cat([sampled, before, pooled])
+        rows = sampled
+        if len(before) or len(pooled):  # nearly no step has them
+            rows = torch.cat([sampled, before, pooled])
         are_many = inputs.targets is not None or len(pooled) > len(step.plan.slices)
-        hidden = self.decoder.hidden(batch, rows, self.backend, are_many=are_many)
-        parts = torch.split(hidden, [len(sampled), len(before), len(pooled)])
-        ids = self._sample(step, inputs, parts[0], batch)
-        scored = self._scored(step, inputs, parts[1])
-        made = self._pooled(step, parts[2])
-        return torch.cat([ids, *scored, *made])
+        every = None
+        if self.drafter is not None:
+            every = self._hidden_of_all(batch)
+            hidden = every[rows]
+        else:
+            hidden = self.decoder.hidden(batch, rows, self.backend, are_many=are_many)
+        if rows is sampled:
+            ids = self._sample(step, inputs, hidden, batch)
+        else:
+            parts = torch.split(hidden, [len(sampled), len(before), len(pooled)])
+            ids = self._sample(step, inputs, parts[0], batch)
+            scored = self._scored(step, inputs, parts[1])
+            made = self._pooled(step, parts[2])
+            ids = torch.cat([ids, *scored, *made])
+        if every is None or self.drafter is None:
+            return ids
+        num_samples = len(step.inputs.places.of(step.inputs.words))
+        sampled_ids = ids[:num_samples].tolist()
+        return torch.cat([ids, self.drafter.drafts(step.plan.slices, every, sampled_ids)])
+
+    def _hidden_of_all(self, batch: Batch) -> Tensor:
+        rows = torch.arange(batch.num_tokens)
+        whole = replace(batch, adapted_outputs=batch.adapted)
+        return self.decoder.hidden(whole, rows, self.backend, are_many=True)
 
     def _scored(self, step: PackedStep, inputs: StepInputs, hidden: Tensor) -> list[Tensor]:
         """Return the log probabilities of the tokens after the rows `hidden`, by slice."""

@@ -47,6 +47,13 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     # start + num_held, and the step makes it that of all positions.
     state: tuple[int, ...] = ()
     num_held: int = 0
+    # Where the model has a head that drafts: the first rows, whose keys and values the blocks have
+    # already and whose hidden states the head needs; the token after those of a prompt's chunk; and
+    # how many tokens to draft after the last sampled one, for which `block_table` has room. None:
+    # the sampled token is not a part of this sequence yet.
+    num_repeated: int = 0
+    following: int | None = None
+    num_drafts: int | None = None
 
     @property
     def num_sampled(self) -> int:
@@ -88,7 +95,8 @@ class StepResult(msgspec.Struct, frozen=True):
     It holds none if a grammar was not compiled in time, so that the sample has to be repeated, and
     if slice i is in `failed`, with the reason why nothing can be sampled for it. `logprobs` has the
     slices that ask for them, by number, `prompt_logprobs` those of targets, in the form of
-    `PromptLogprobs`, and `pooled` what `pooling.PooledPrompt` takes.
+    `PromptLogprobs`, and `pooled` what `pooling.PooledPrompt` takes. `drafts` has what may follow
+    the last token that each slice keeps, if the slice asks for drafts.
     `started_s` and `ended_s` are seconds since this host's boot. A result is delivered after every
     store of its step is finished and visible to transports.
     """
@@ -101,3 +109,4 @@ class StepResult(msgspec.Struct, frozen=True):
     logprobs: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...] = ()
     prompt_logprobs: tuple[tuple[int, bytes], ...] = ()
     pooled: tuple[tuple[int, bytes], ...] = ()
+    drafts: tuple[tuple[int, tuple[int, ...]], ...] = ()

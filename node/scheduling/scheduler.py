@@ -34,6 +34,7 @@ class NodeLimits(msgspec.Struct, frozen=True):
     num_speculative_tokens: int = 0  # at most, in a decode step of one sequence
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
+    has_draft_head: bool = False  # which makes the guesses
     lora_modules: tuple[str, ...] = ()
     tasks: ModelTasks = ModelTasks()
     max_loras: int = 0  # adapters that may be loaded at run time

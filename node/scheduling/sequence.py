@@ -42,6 +42,7 @@ class Sequence:
     num_unsettled: int = 0  # launched steps that name this sequence
     sampled_in: int = -1  # the last plan with a sample of it
     has_sampled: bool = False  # on this node
+    num_repeated: int = 0  # tokens before the next slice that it computes again
 
     @classmethod
     def of(cls, message: Prefill | Decode) -> "Sequence":
@@ -89,18 +90,29 @@ class Sequence:
             self.hashes = block_hashes(known, block_size, self.hashes, root)
         return self.hashes[:num_blocks]
 
-    def start_at(self, position: int) -> None:
-        """Count the tokens before `position` as computed, because blocks hold them already."""
+    def start_at(self, position: int, *, repeats_last: bool = False) -> None:
+        """Count the tokens before `position` as computed, because blocks hold them already.
+
+        With `repeats_last`, the last of them is computed again, for its hidden state.
+        """
+        self.num_repeated = 1 if repeats_last and position else 0
         self.num_computed_tokens = self.num_planned_tokens = self.num_state_tokens = position
 
     def slice(
-        self, length: int, samples: tuple[int, ...], step_id: int, guesses: tuple[int, ...] = ()
+        self,
+        length: int,
+        samples: tuple[int, ...],
+        step_id: int,
+        guesses: tuple[int, ...] = (),
+        num_drafts: int | None = None,
     ) -> Slice:
         """Return the next `length` tokens as a slice, which counts as launched until it settles.
 
-        `guesses` of the tokens after them are computed too.
+        `guesses` of the tokens after them are computed too, and `num_drafts` tokens drafted.
         """
-        start = self.num_planned_tokens
+        num_repeated = self.num_repeated
+        self.num_repeated = 0
+        start = self.num_planned_tokens - num_repeated
         end = self.num_planned_tokens + length
         self.num_planned_tokens = end + len(guesses)
         num_held = self._advance_state(start, end)
@@ -127,7 +139,7 @@ class Sequence:
         return Slice(
             key=self.key,
             start=start,
-            length=length + len(guesses),
+            length=end - start + len(guesses),
             token_ids=(*self.token_ids[start:end], *guesses),
             block_table=tuple(self.block_table),
             samples=samples,
@@ -141,6 +153,9 @@ class Sequence:
             pooling=self._pooling_of(start, end),
             state=tuple(self.state),
             num_held=num_held,
+            num_repeated=num_repeated,
+            following=self.token_ids[end] if not guesses and end < self.num_tokens else None,
+            num_drafts=num_drafts,
         )
 
     def _pooling_of(self, start: int, end: int) -> Pooling | None:
@@ -164,7 +179,7 @@ class Sequence:
         """
         start = self.num_planned_tokens
         end = next((one for one in self.checkpoints if one > start), self.num_tokens)
-        length = min(budget, end - start)
+        length = max(1, min(budget - self.num_repeated, end - start))
         is_last = length == self.num_unplanned_tokens and self.sampling.pooling is None
         return self.slice(length, samples if is_last else (), step_id)
 

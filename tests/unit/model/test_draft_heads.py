@@ -1,0 +1,182 @@
+"""What a head drafts is what plain torch drafts, however its rows came to be computed."""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from baton.decode_node.scheduler import DecodeScheduler
+from baton.model.runner.rank import plan_rank
+from baton.model.runner.runner import Runner
+from baton.node.scheduling.block_pool import BlockPool
+from baton.node.scheduling.plan import Slice, StepPlan, StepResult
+from baton.node.scheduling.scheduler import NodeLimits
+from baton.protocol.config import ClusterConfig
+from baton.protocol.errors import ConfigError
+from baton.protocol.messages import Decode, Tokens
+from baton.protocol.sampling import Sampling
+from tests.support.checkpoints import model_folder
+from tests.support.compute import compute_config, loaded
+from tests.support.draft_heads import NextnReference, knowing_folder, nextn_folder
+from tests.support.drive import key
+from tests.support.foreign_checkpoints import foreign_folder
+from tests.support.oracle import prompt
+
+KINDS = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")
+NUM_DRAFTS = 3
+LIMITS = NodeLimits(
+    max_num_batched_tokens=32,
+    max_num_seqs=8,
+    max_model_len=512,
+    num_speculative_tokens=NUM_DRAFTS,
+    has_draft_head=True,
+)
+
+
+def drafting(folder: Path) -> ClusterConfig:
+    config = compute_config(folder)
+    engine = msgspec.structs.replace(
+        config.engine, num_speculative_tokens=NUM_DRAFTS, speculative_method="mtp"
+    )
+    return msgspec.structs.replace(config, engine=engine)
+
+
+@dataclass
+class Served:
+    """A decode node's scheduler over a real runner."""
+
+    runner: Runner
+    limits: NodeLimits = LIMITS
+    num_blocks: int = 128
+    texts: dict[str, list[int]] = field(default_factory=dict)
+    drafts: list[tuple[str, int, tuple[int, ...]]] = field(default_factory=list)
+    num_steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.pool = BlockPool(self.num_blocks, 16)
+        self.scheduler = DecodeScheduler(self.pool, self.limits)
+
+    def add(self, name: str, text: list[int], sampling: Sampling) -> None:
+        self.texts[name] = list(text)
+        self.scheduler.add(0.0, 0, Decode(key(name), list(text), len(text), sampling, 1))
+
+    def run(self, depth: int = 1) -> None:
+        """Until all texts have ended."""
+        launched: list[StepPlan] = []
+        while True:
+            while len(launched) < depth and (plan := self.scheduler.plan(0.0)) is not None:
+                launched.append(plan)
+                self.runner.launch(plan)
+            if not launched:
+                break
+            self.num_steps += 1
+            plan = launched.pop(0)
+            result = self.runner.collect()
+            self._note(plan, result)
+            self.scheduler.settle(0.0, plan, result)
+            for _, message in self.scheduler.outputs.take_router_messages():
+                for entry in message.entries if isinstance(message, Tokens) else ():
+                    self.texts[entry.key.request_id] += entry.token_ids
+            self.scheduler.outputs.take_connector_events()
+
+    def _note(self, plan: StepPlan, result: StepResult) -> None:
+        for index, drafts in result.drafts:
+            part: Slice = plan.slices[index]
+            kept = part.kept(result.tokens[index])
+            end = part.start + part.length - part.num_guesses + len(kept)
+            self.drafts.append((part.key.request_id, end, drafts))
+
+
+def sampling(max_tokens: int, temperature: float = 0.0) -> Sampling:
+    return Sampling(seed=5, max_tokens=max_tokens, temperature=temperature, ignore_eos=True)
+
+
+def without_head(folder: Path, text: list[int], how: Sampling) -> list[int]:
+    with loaded(compute_config(folder)) as runner:
+        limits = msgspec.structs.replace(LIMITS, num_speculative_tokens=0, has_draft_head=False)
+        served = Served(runner, limits)
+        served.add("r", text, how)
+        served.run()
+    return served.texts["r"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_are_those_of_plain_torch_whole_chunked_and_cached(kind):
+    """The third prompt begins with blocks of the first one, and is longer than a chunk."""
+    reference = NextnReference(kind)
+    with loaded(drafting(nextn_folder(kind))) as runner:
+        served = Served(runner)
+        for name, length in (("whole", 20), ("chunked", 75), ("cached", 90)):
+            served.add(name, prompt(length), sampling(12))
+            served.run()
+    assert served.pool.counts.prefix_hit_tokens > 0
+    assert {name for name, _, _ in served.drafts} == {"whole", "chunked", "cached"}
+    for name, end, drafts in served.drafts:
+        expected = reference.drafts(served.texts[name][:end], NUM_DRAFTS)
+        assert list(drafts) == expected[: len(drafts)], (name, end)
+
+
+@pytest.mark.parametrize(
+    ("kind", "temperature", "depth"),
+    [
+        ("glm4_moe", 0.0, 2),
+        ("glm4_moe", 0.8, 1),
+        ("deepseek_v3", 0.8, 2),
+        ("glm4_moe_lite", 0.0, 1),
+    ],
+)
+def test_tokens_do_not_depend_on_drafts(kind, temperature, depth):
+    how = sampling(40, temperature)
+    text = prompt(37)
+    with loaded(drafting(nextn_folder(kind))) as runner:
+        served = Served(runner)
+        served.add("r", text, how)
+        served.add("other", prompt(21, salt=1), how)
+        served.run(depth)
+    assert served.texts["r"] == without_head(nextn_folder(kind), text, how)
+    assert served.pool.counts.spec_decode_draft_tokens > 0
+    assert served.pool.num_owned == 0
+
+
+def test_a_head_that_is_always_right_saves_most_steps():
+    with loaded(drafting(knowing_folder("glm4_moe"))) as runner:
+        served = Served(runner)
+        served.add("r", prompt(20), sampling(41))
+        served.run()
+    counts = served.pool.counts
+    assert counts.spec_decode_accepted_tokens == counts.spec_decode_draft_tokens
+    # The prompt gives a token, and the first step after it one more.
+    assert served.num_steps == 2 + math.ceil(39 / (1 + NUM_DRAFTS))
+
+
+@pytest.mark.parametrize("num_blocks", [128, 13])
+def test_blocks_for_drafts_are_taken_while_there_are_enough(num_blocks):
+    """With few blocks, texts are preempted, and what they have is a beginning."""
+    folder = knowing_folder("glm4_moe")
+    with loaded(drafting(folder)) as runner:
+        served = Served(runner, num_blocks=num_blocks)
+        for number in range(4):
+            served.add(f"r{number}", prompt(20 + number, number), sampling(60))
+        served.run()
+    for number in range(4):
+        text = prompt(20 + number, number)
+        whole = without_head(folder, text, sampling(60))
+        ours = served.texts[f"r{number}"]
+        assert ours == whole[: len(ours)]
+    lengths = [len(served.texts[f"r{number}"]) for number in range(4)]
+    assert (lengths == [80, 81, 82, 83]) == (num_blocks == 128)
+    assert max(lengths) >= 80
+    assert served.pool.num_owned == 0
+
+
+def test_a_head_is_asked_for_where_there_is_none():
+    cases = {
+        "qwen3": (model_folder("qwen3"), r"Qwen3 \(dense\) has no layer that baton can draft with"),
+        "deepseek": (foreign_folder("deepseek_v3"), "has no tensors model.layers.3."),
+        "index": (foreign_folder("deepseek_v32"), "no layer that baton can draft with"),
+    }
+    for folder, reason in cases.values():
+        with pytest.raises(ConfigError, match=rf"engine\.speculative_method: .*{reason}"):
+            plan_rank(drafting(folder), 1)
