@@ -14,7 +14,9 @@ import msgspec
 from baton.decode_node.stream import HeadDrafts, PromptLookup, Stream, fork_prompt
 from baton.decode_node.waiting_queue import PendingPrompt, WaitingQueue
 from baton.kv_transfer.interfaces import (
+    BlocksCopied,
     BlocksDrained,
+    BlocksSaved,
     ConnectorReport,
     KVReceived,
     OfferBroken,
@@ -22,16 +24,19 @@ from baton.kv_transfer.interfaces import (
     ReceiveBroken,
     ReceiveEnded,
     Released,
+    TierOpened,
 )
 from baton.node.scheduling.block_pool import BlockPool
 from baton.node.scheduling.checkpoints import StepCopies
 from baton.node.scheduling.plan import Slice, StepPlan, StepResult
 from baton.node.scheduling.prefix_reads import PrefixOffers
+from baton.node.scheduling.prompt_reads import PrefixReads
 from baton.node.scheduling.requests import ByRequest, Choices, Origin, Outputs
 from baton.node.scheduling.scheduler import NodeLimits, load_of, problem_of
 from baton.node.scheduling.sequence import Sequence, no_token
+from baton.node.scheduling.tiers import Tiers
 from baton.protocol.codec import MalformedMessage
-from baton.protocol.errors import Failure, InvariantBroken, NodeError, TransferError
+from baton.protocol.errors import Failure, NodeError, TransferError
 from baton.protocol.ids import Key
 from baton.protocol.messages import (
     CancelDone,
@@ -53,7 +58,11 @@ class DecodeScheduler:
         self.limits = limits
         self.outputs = Outputs()
         self._copies = StepCopies(pool)
-        self.queue = WaitingQueue(pool, self.outputs, limits, self._copies)
+        self.tiers = Tiers(pool, self.outputs)
+        self._reads = PrefixReads(
+            pool, self.outputs, self.tiers, repeats_last=limits.has_draft_head
+        )
+        self.queue = WaitingQueue(pool, self.outputs, limits, self._copies, self._reads)
         self._running: dict[Key, Stream] = {}  # in order of joining
         self._by_request: ByRequest[Stream] = ByRequest()  # the same
         self._num_running: Counter[Key] = Counter()  # by the message that asked for them
@@ -102,7 +111,7 @@ class DecodeScheduler:
             case KVReceived():
                 self._received(now_s, report)
             case ReceiveEnded():
-                self.queue.receive_ended(report)
+                self._receive_ended(now_s, report)
             case BlocksDrained(block_ids=block_ids):
                 self.pool.readmit(block_ids)
             case PrefixWanted():
@@ -112,13 +121,16 @@ class DecodeScheduler:
             case OfferBroken():
                 pass  # the blocks may not be taken back before Released
             case ReceiveBroken():
-                raise InvariantBroken("a decode node was told about a prefix that it reads")
+                self._reads.broken(now_s, self.queue.pending[report.key])
+            case TierOpened() | BlocksCopied() | BlocksSaved():
+                self.tiers.on_report(now_s, report)
             case _:
                 assert_never(report)
 
     # --- steps ---------------------------------------------------------------------------------
 
     def plan(self, now_s: float) -> StepPlan | None:
+        self.tiers.write_back(now_s)
         if self._num_launched and self._has_guesses:
             return None  # all take the next step together, once the tokens before it are known
         num_slots = self.limits.max_num_seqs
@@ -150,6 +162,8 @@ class DecodeScheduler:
     def settle(self, now_s: float, plan: StepPlan, result: StepResult) -> None:
         self._num_launched -= 1
         self._copies.settle(plan)
+        num_tokens = sum(part.length for part in plan.slices)
+        self._reads.costs.computed(now_s, num_tokens, result.ended_s - result.started_s)
         failed = dict(result.failed)
         logprobs = dict(result.logprobs)
         drafts = dict(result.drafts)
@@ -281,7 +295,7 @@ class DecodeScheduler:
         end = sequence.num_planned_tokens + self.limits.has_draft_head
         if end < len(sequence.block_table) * self.pool.block_size:
             return True
-        if self.pool.num_free == 0 and not self._leaving:
+        if self.pool.num_free == 0 and not (self._leaving or self.tiers.is_copying):
             youngest = next(reversed(self._running.values()))
             text = "preempted: no KV block is left to grow into"
             failure = Failure("preempted", text, retryable=True, http_status=503)
@@ -353,8 +367,10 @@ class DecodeScheduler:
         firsts = prompt.sequence.first_tokens(tokens, self.limits, logprobs)
         times = StageTimes(
             queue_s=prompt.reserved_s - prompt.arrived_s,
-            prefill_s=now_s - prompt.reserved_s,
+            prefill_s=now_s - prompt.reserved_s - prompt.prefix_read_s,
             num_cached_tokens=prompt.num_cached_tokens,
+            num_read_tokens=prompt.num_read_tokens,
+            prefix_read_s=prompt.prefix_read_s,
         )
         for stream in self._join(now_s, prompt, firsts, times, every=True):
             first = firsts[stream.sequence.key.choice - prompt.key.choice]
@@ -362,8 +378,33 @@ class DecodeScheduler:
             if first.finish_reason is not None:
                 self._leave(stream)
 
+    def _receive_ended(self, now_s: float, report: ReceiveEnded) -> None:
+        prompt = self.queue.pending.get(report.key)
+        if prompt is None or prompt.is_local:
+            self._prefix_ended(now_s, prompt, report)
+            return
+        self.queue.receive_ended(report)
+
+    def _prefix_ended(
+        self, now_s: float, prompt: PendingPrompt | None, report: ReceiveEnded
+    ) -> None:
+        self.pool.quarantine(report.quarantined)
+        if self._reads.drained(report):
+            return
+        assert prompt is not None
+        goes_on = self._reads.ended(now_s, prompt, report)
+        if prompt.is_ended:
+            self.queue.release_if_idle(prompt)
+        elif not goes_on:
+            self.queue.fail(prompt, report.failure)
+
     def _received(self, now_s: float, report: KVReceived) -> None:
         prompt = self.queue.pending[report.key]
+        if prompt.is_local:
+            self._reads.received(now_s, prompt)
+            if prompt.is_ended:
+                self.queue.release_if_idle(prompt)
+            return
         if prompt.is_ended:  # its blocks came while the cancel was on its way
             self.queue.release_if_idle(prompt)
             return

@@ -12,12 +12,13 @@ from itertools import islice
 from baton.kv_transfer.interfaces import Abandon, BeginReceive, Expect, ReceiveEnded
 from baton.node.scheduling.block_pool import BlockPool
 from baton.node.scheduling.checkpoints import StepCopies, num_reusable_tokens, reserve
+from baton.node.scheduling.prompt_reads import PrefixRead, PrefixReads
 from baton.node.scheduling.requests import ByRequest, Choices, Origin, Outputs
 from baton.node.scheduling.scheduler import NodeLimits
 from baton.node.scheduling.sequence import Sequence
 from baton.protocol.blocks import blocks_needed
 from baton.protocol.errors import Cancelled, Failure, Overloaded, RequestError, TransferError
-from baton.protocol.ids import Key, RequestId
+from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.messages import NOT_CACHED, Accepted, Decode, Failed, Offered
 
 MAX_PASSED_S = 1.0
@@ -37,6 +38,9 @@ class PendingPrompt:
     queued_s: float = 0.0
     reserved_s: float | None = None  # when it got its blocks
     num_cached_tokens: int = 0
+    read: PrefixRead | None = None  # of a local prompt, until it has ended
+    num_read_tokens: int = 0
+    prefix_read_s: float = 0.0
     tails: list[int] = field(default_factory=list)
     is_ended: bool = False  # cancelled or refused; blocks follow when no step or read needs them
 
@@ -52,13 +56,23 @@ class PendingPrompt:
     def is_local(self) -> bool:
         return self.message.prefill_node is None
 
+    @property
+    def prefix_node(self) -> NodeId | None:
+        return None
+
 
 class WaitingQueue:
     def __init__(
-        self, pool: BlockPool, outputs: Outputs, limits: NodeLimits, copies: StepCopies
+        self,
+        pool: BlockPool,
+        outputs: Outputs,
+        limits: NodeLimits,
+        copies: StepCopies,
+        reads: PrefixReads,
     ) -> None:
         self.pool = pool
         self.copies = copies
+        self.reads = reads
         self.outputs = outputs
         self.limits = limits
         self.pending: dict[Key, PendingPrompt] = {}
@@ -123,8 +137,13 @@ class WaitingQueue:
                 return
 
     def computing(self) -> list[PendingPrompt]:
-        """Return the local prompts that have their blocks, in order of admission."""
-        return [prompt for prompt in self._reserved.values() if prompt.is_local]
+        """Return the local prompts that have their blocks, in order of admission.
+
+        A prompt whose first tokens are read is not among them.
+        """
+        return [
+            prompt for prompt in self._reserved.values() if prompt.is_local and prompt.read is None
+        ]
 
     def in_progress(self) -> list[PendingPrompt]:
         """Return the prompts that wait for nothing but this node, which prefill has offered."""
@@ -148,13 +167,15 @@ class WaitingQueue:
         self._queue.pop(prompt.key, None)
         self._reserved.pop(prompt.key, None)
         if prompt.is_local:
+            if prompt.read is not None and not was_ended:
+                self.reads.abandon(prompt, failure)
             self.release_if_idle(prompt)
         elif not was_ended:
             failure = failure or Cancelled("the request was cancelled").to_failure()
             self.outputs.to_connector.append(Abandon(prompt.key, failure))
 
     def release_if_idle(self, prompt: PendingPrompt) -> None:
-        if prompt.sequence.is_idle:
+        if prompt.sequence.is_idle and prompt.read is None:
             self.take(prompt.key)
             self.pool.release([*prompt.sequence.blocks, *prompt.tails])
 
@@ -216,6 +237,7 @@ class WaitingQueue:
         if prompt.is_local:
             sequence.start_at(prompt.num_cached_tokens, repeats_last=self.limits.has_draft_head)
             self.copies.restore(sequence)
+            self.reads.begin(now_s, prompt, num_cached)
         else:
             fresh = tuple(sequence.blocks[num_cached:])
             self.outputs.to_connector.append(BeginReceive(prompt.key, num_cached, fresh))

@@ -8,7 +8,9 @@ import errno
 import http.client
 import socket
 import ssl
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 
@@ -57,6 +59,21 @@ def check_reach(config: ClusterConfig, setting: str, *endpoints: str) -> None:
             setting=setting,
             address=endpoint,
         )
+
+
+def check_cache_folder(folder: str) -> None:
+    """Raise `ConfigError` unless nodes of this user could keep blocks in `cache.folder`."""
+    if not folder:
+        return
+    try:
+        Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"cache.folder: cannot write to {folder}: {error.strerror}; name a folder that this "
+            "user can write to"
+        ) from None
 
 
 def reserve_port(host: str, port: int, hint: str = PORT_HINT) -> socket.socket:

@@ -25,6 +25,7 @@ from baton.kv_transfer.interfaces import (
     BlockSlice,
     BlocksSummed,
     CancelRead,
+    ClearTier,
     PeerDown,
     PeerRank,
     PeerUp,
@@ -32,11 +33,14 @@ from baton.kv_transfer.interfaces import (
     ReadDrained,
     ReadEnded,
     RemovePeer,
+    SaveBlocks,
     SumBlocks,
+    TierTransport,
     Transport,
 )
 from baton.kv_transfer.pools import DevicePool, HostPool
 from baton.kv_transfer.transports import make_transports
+from baton.protocol.blocks import HASH_BYTES
 from baton.protocol.config import TransferConfig
 from baton.protocol.errors import Cancelled, Failure, InvariantBroken, TransferError
 from baton.protocol.ids import Epoch
@@ -61,8 +65,13 @@ class AgentLimits(msgspec.Struct, frozen=True):
     quiesce_s: float = 30.0
 
 
-def make_port(pool: HostPool | DevicePool, epoch: Epoch, config: TransferConfig) -> "TransferAgent":
-    """Start the agent of the rank that owns `pool`, in the process lifetime `epoch`.
+def make_port(
+    pool: HostPool | DevicePool,
+    epoch: Epoch,
+    config: TransferConfig,
+    tiers: Sequence[TierTransport] = (),
+) -> "TransferAgent":
+    """Start the agent of the rank that owns `pool` and `tiers`, in the process lifetime `epoch`.
 
     Publish `.address()` as this rank's `RankAddress`, and call `.close()` before closing the pool.
     Raises `ConfigError` if the configured transport cannot work here.
@@ -71,11 +80,11 @@ def make_port(pool: HostPool | DevicePool, epoch: Epoch, config: TransferConfig)
     enter = None if isinstance(pool, HostPool) else pool.peers.enter
     checksums = pool.checksums if config.verify_kv else None
     limits = AgentLimits(read_s=config.lease_s)
-    return TransferAgent(transports, limits, checksums, enter)
+    return TransferAgent(transports, limits, checksums, enter, tiers)
 
 
 class TransferAgent:
-    """A `TransferPort` over `transports`, which it owns from then on."""
+    """A `TransferPort` over `transports` and `tiers`, which it owns from then on."""
 
     def __init__(
         self,
@@ -83,11 +92,12 @@ class TransferAgent:
         limits: AgentLimits | None = None,
         checksums: Checksums | None = None,
         enter: Callable[[], None] | None = None,
+        tiers: Sequence[TierTransport] = (),
     ) -> None:
         """Start the thread, which calls `enter` first to make its GPU current."""
         self._enter = enter
-        self._transports = tuple(transports)
-        self._turns = AgentTurns(transports, limits or AgentLimits(), boottime, checksums)
+        self._transports = (*transports, *tiers)
+        self._turns = AgentTurns(transports, limits or AgentLimits(), boottime, checksums, tiers)
         self._address = RankAddress({t.name: t.address() for t in transports})
         self._commands: deque[AgentCommand] = deque()
         self._events: deque[AgentEvent] = deque()
@@ -228,7 +238,7 @@ class _ReadablePeer:
 
 
 class AgentTurns:
-    """The peers and reads of one rank over `transports`. The owner calls `handle` and `turn`."""
+    """The peers, tiers and reads of one rank. The owner calls `handle` and `turn`."""
 
     def __init__(
         self,
@@ -236,15 +246,21 @@ class AgentTurns:
         limits: AgentLimits,
         clock: Clock,
         checksums: Checksums | None = None,
+        tiers: Sequence[TierTransport] = (),
     ) -> None:
         """`checksums` computes those of local blocks. Without it, reads are not verified."""
         self._limits = limits
         self._clock = clock
         self._checksums = checksums
-        self._transports = {transport.name: transport for transport in transports}
+        self._tiers: dict[str, TierTransport] = {tier.name: tier for tier in tiers}
+        self._transports: dict[str, Transport] = {
+            transport.name: transport for transport in (*transports, *tiers)
+        }
         self._peers: dict[PeerRank, _ReadablePeer] = {}
         self._draining: list[_Reading] = []  # have ended without being quiesced
         self._events: list[AgentEvent] = []
+        for tier in tiers:
+            self._add(clock(), tier.add_peer_command)
 
     def handle(self, command: AgentCommand) -> None:
         now_s = self._clock()
@@ -258,6 +274,10 @@ class AgentTurns:
                 self._start(now_s, command)
             case SumBlocks():
                 self._events.append(self._summed(command))
+            case SaveBlocks(tier=tier):
+                self._tiers[tier].save(command)
+            case ClearTier(ticket=ticket, tier=tier):
+                self._tiers[tier].clear(ticket)
             case CancelRead(ticket=ticket):
                 for peer in self._peers.values():
                     for reading in peer.reads:
@@ -282,6 +302,8 @@ class AgentTurns:
             if peer.removed and not peer.reads:
                 self._forget(now_s, peer)
         self._end_draining()
+        for tier in self._tiers.values():
+            self._events += tier.take_events()
         return moved
 
     def take_events(self) -> list[AgentEvent]:
@@ -380,6 +402,7 @@ class AgentTurns:
         end = begin + max(1, chunk_bytes // slice_bytes)
         chunk = msgspec.structs.replace(
             command,
+            hashes=command.hashes[begin * HASH_BYTES : end * HASH_BYTES],
             remote=command.remote[begin:end],
             local=command.local[begin:end],
             generations=command.generations[begin:end],

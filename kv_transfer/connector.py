@@ -13,13 +13,17 @@ from baton.kv_transfer.interfaces import (
     Abandon,
     AgentEvent,
     BeginReceive,
+    BlocksCopied,
+    BlocksSaved,
     BlocksSummed,
+    ClearTier,
     ConnectorEvent,
     Effects,
     Expect,
     FetchPrefix,
     FromPeer,
     FromRank,
+    LoadPrefix,
     Offer,
     PeerDown,
     PeerLost,
@@ -29,10 +33,13 @@ from baton.kv_transfer.interfaces import (
     ReadDrained,
     ReadEnded,
     RefusePrefix,
+    SaveBlocks,
+    SlotsHeld,
 )
 from baton.kv_transfer.offers import AnnouncedSums, Offers
 from baton.kv_transfer.peers import HELLO_S, REDIAL_S, Channel, Peer, PeerTable, RankLink
 from baton.kv_transfer.receives import KVReceives
+from baton.kv_transfer.tier_loads import TierLoads
 from baton.protocol.config import TransferConfig
 from baton.protocol.errors import Failure, TransferError
 from baton.protocol.ids import NodeId
@@ -62,6 +69,7 @@ class NodeConnector:
             sums = AnnouncedSums(len(node.ranks), node.layout.block_bytes)
         self._offers = Offers(self._peers, transfer.lease_s, sums)
         self._receives = KVReceives(node, self._peers)
+        self._tiers = TierLoads(len(node.ranks), self._receives.next_ticket)
 
     def step(self, now_s: float, events: Sequence[ConnectorEvent]) -> Effects:
         out = Effects(now_s, self._peers.has_channel)
@@ -80,6 +88,10 @@ class NodeConnector:
         """Return the decode nodes that this prefill node cannot reach, and dials again."""
         return tuple(sorted(peer.name[0] for peer in self._cut_off()))
 
+    def reads_tier(self, ticket: int) -> bool:
+        """Return whether that read is of a tier of this node."""
+        return self._tiers.reads(ticket)
+
     def _on(self, event: ConnectorEvent, out: Effects) -> None:
         match event:
             case FromPeer(node, epoch, message):
@@ -88,8 +100,14 @@ class NodeConnector:
                 self._on_rank(rank, rank_event, out)
             case BlockRange() | End() | Withdrawn():
                 self._offers.advance(event, out)
+            case Abandon(key=key, failure=failure) if self._tiers.has(key):
+                self._tiers.abandon(key, failure, out)
             case BeginReceive() | Abandon():
                 self._receives.advance(event, out)
+            case LoadPrefix():
+                self._tiers.load(event, out)
+            case SaveBlocks() | ClearTier():
+                self._tiers.save(event, out)
             case Offer():
                 self._offers.offer(event, out)
             case RefusePrefix():
@@ -148,6 +166,16 @@ class NodeConnector:
 
     def _on_rank(self, rank: int, event: AgentEvent, out: Effects) -> None:
         match event:
+            case ReadEnded(ticket=ticket) if self._tiers.reads(ticket):
+                self._tiers.read_ended(event, out)
+            case ReadDrained(ticket) if self._tiers.reads(ticket):
+                self._tiers.read_drained(ticket, out)
+            case SlotsHeld():
+                self._tiers.held(rank, event, out)
+            case BlocksCopied():
+                self._tiers.copied(event, out)
+            case BlocksSaved():
+                self._tiers.saved(event, out)
             case ReadEnded():
                 self._receives.read_ended(event, out)
             case ReadDrained(ticket):
@@ -181,6 +209,7 @@ class NodeConnector:
             if peer.channel is not Channel.NONE and peer.heard_s + self._lease_s <= out.now_s:
                 self._hang_up(peer, out)
         self._receives.end_waits(out)
+        self._tiers.end_waits(out)
         for peer in self._peers_to_redial():
             if peer.lost_s + REDIAL_S <= out.now_s:
                 self._peers.dial(peer, out)
@@ -194,6 +223,7 @@ class NodeConnector:
 
     def _wake_at_s(self) -> float | None:
         limits = [*self._offers.deadlines(), *self._receives.deadlines()]
+        limits += self._tiers.deadlines()
         dialled = [peer for peer in self._peers.all() if peer.channel is Channel.DIALLED]
         limits += [peer.dialled_s + HELLO_S for peer in dialled]
         limits += [peer.lost_s + REDIAL_S for peer in self._peers_to_redial()]

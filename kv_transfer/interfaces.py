@@ -20,6 +20,7 @@ from baton.protocol.messages import (
     Offered,
     PeerMessage,
     RankAddress,
+    TierName,
     Withdrawn,
 )
 
@@ -31,6 +32,11 @@ class PeerRank(NamedTuple):
 
     epoch: Epoch
     rank: int = 0
+
+
+def tier_peer(name: TierName) -> PeerRank:
+    """Return the name under which a rank reads from a tier of its own, like from a peer."""
+    return PeerRank(Epoch(name))
 
 
 class BlockSlice(msgspec.Struct, frozen=True):
@@ -89,6 +95,7 @@ class Read(AgentMessage, frozen=True):
     generations: tuple[int, ...]
     # Of the slice in `local` after the read; empty if the read is not verified.
     checksums: tuple[int, ...] = ()
+    hashes: bytes = b""  # of the blocks, if `remote` are slots of a tier
 
 
 class SumBlocks(AgentMessage, frozen=True):
@@ -106,7 +113,27 @@ class CancelRead(AgentMessage, frozen=True):
     ticket: int
 
 
-AgentCommand = AddPeer | RemovePeer | Read | CancelRead | SumBlocks
+class SaveBlocks(AgentMessage, frozen=True):
+    """Saves settled blocks of the local pool in slots of a tier.
+
+    BlocksCopied follows, after which they may change, and then BlocksSaved.
+    """
+
+    ticket: int
+    tier: TierName
+    block_ids: tuple[int, ...]
+    slots: tuple[int, ...]
+    hashes: bytes  # of the blocks
+
+
+class ClearTier(AgentMessage, frozen=True):
+    """Empties all slots of a tier. BlocksSaved follows."""
+
+    ticket: int
+    tier: TierName
+
+
+AgentCommand = AddPeer | RemovePeer | Read | CancelRead | SumBlocks | SaveBlocks | ClearTier
 
 
 class PeerUp(AgentMessage, frozen=True):
@@ -143,7 +170,39 @@ class BlocksSummed(AgentMessage, frozen=True):
     checksums: tuple[tuple[int, ...], ...]
 
 
-AgentEvent = PeerUp | PeerDown | ReadEnded | ReadDrained | BlocksSummed
+class SlotsHeld(AgentMessage, frozen=True):
+    """What slots from `first_slot` on of a tier held at its start: hashes, zero for an empty one.
+
+    A tier begins with these, up to its last slot.
+    """
+
+    tier: TierName
+    num_slots: int
+    first_slot: int
+    hashes: bytes
+
+
+class BlocksCopied(AgentMessage, frozen=True):
+    ticket: int
+
+
+class BlocksSaved(AgentMessage, frozen=True):
+    """If it failed, it is not known which of the slots hold their blocks."""
+
+    ticket: int
+    failure: Failure | None = None
+
+
+AgentEvent = (
+    PeerUp
+    | PeerDown
+    | ReadEnded
+    | ReadDrained
+    | BlocksSummed
+    | SlotsHeld
+    | BlocksCopied
+    | BlocksSaved
+)
 
 
 class TransferPort(Protocol):
@@ -228,6 +287,21 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
+class TierTransport(Transport, Protocol):
+    """A tier of the rank's own, which is read like a peer, `tier_peer(name)`. No call may block."""
+
+    @property
+    def add_peer_command(self) -> AddPeer: ...
+
+    def save(self, command: SaveBlocks) -> None: ...
+
+    def clear(self, ticket: int) -> None: ...
+
+    def take_events(self) -> list[AgentEvent]:
+        """Return what happened to slots and saves since the last call."""
+        ...
+
+
 # --- the connector: events in -------------------------------------------------------------------
 
 
@@ -303,6 +377,26 @@ class BeginReceive(msgspec.Struct, frozen=True):
     block_ids: tuple[int, ...]
 
 
+class TierPart(msgspec.Struct, frozen=True):
+    """Blocks to read from slots of a tier."""
+
+    tier: TierName
+    slots: tuple[int, ...]
+    hashes: bytes
+    block_ids: tuple[int, ...]
+
+
+class LoadPrefix(msgspec.Struct, frozen=True):
+    """Tiers of this node have blocks of a prompt. KVReceived or ReceiveEnded follows.
+
+    After `timeout_s` computing them is quicker, and the load ends.
+    """
+
+    key: Key
+    parts: tuple[TierPart, ...]
+    timeout_s: float
+
+
 class Abandon(msgspec.Struct, frozen=True):
     """The request is cancelled or refused. ReceiveEnded follows when its reads end."""
 
@@ -324,6 +418,9 @@ ConnectorEvent = (
     | FetchPrefix
     | BeginReceive
     | Abandon
+    | LoadPrefix
+    | SaveBlocks
+    | ClearTier
 )
 
 # --- the connector: commands out (to the shell) and reports (to the scheduler) -------------------
@@ -414,8 +511,19 @@ class PrefixWanted(msgspec.Struct, frozen=True):
     num_held_blocks: int
 
 
+class TierOpened(msgspec.Struct, frozen=True):
+    """Every rank has opened a tier. `hashes` are of what all of them hold in each slot, or zero."""
+
+    tier: TierName
+    num_slots: int
+    hashes: bytes
+
+
 ConnectorReport = (
-    Released
+    TierOpened
+    | BlocksCopied
+    | BlocksSaved
+    | Released
     | OfferBroken
     | PrefixWanted
     | Offered

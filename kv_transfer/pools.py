@@ -47,6 +47,10 @@ class PoolShape(msgspec.Struct, frozen=True):
         return self.num_blocks * self.block_bytes
 
     @property
+    def whole_block(self) -> BlockSlice:
+        return BlockSlice(0, 0, self.block_bytes)
+
+    @property
     def generations_offset(self) -> int:
         return _page_up(self.pool_bytes)
 
@@ -93,6 +97,11 @@ class HostPool:
     def buffer(self) -> memoryview:
         """Return the blocks as writable bytes."""
         return self._file[: self.shape.pool_bytes]
+
+    def block(self, block: int) -> memoryview:
+        """Return the writable bytes of a block."""
+        start = block * self.shape.block_bytes
+        return self._file[start : start + self.shape.block_bytes]
 
     @property
     def generations(self) -> NDArray[np.uint32]:

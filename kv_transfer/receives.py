@@ -283,8 +283,11 @@ class KVReceives:
         self._tombstones.bury(key, declined)
         out.send(peer, declined)
 
+    def next_ticket(self) -> int:
+        return next(self._tickets)
+
     def _take_ticket(self, key: Key) -> int:
-        ticket = next(self._tickets)
+        ticket = self.next_ticket()
         self._readers[ticket] = key
         return ticket
 

@@ -203,6 +203,7 @@ class EngineLoop:
                 pass
             case ResetPrefixCache():
                 self.scheduler.pool.reset_prefix_cache()
+                self.scheduler.tiers.reset()
             case LoadAdapter():
                 self._adapters.load(origin, message)
             case ListAdapters(entries=entries):
@@ -264,7 +265,7 @@ class EngineLoop:
         """Run the connector until it and the scheduler have no new events for each other."""
         for rank, port in enumerate(self.executor.ports):
             for event in port.poll():
-                if isinstance(event, ReadEnded):
+                if isinstance(event, ReadEnded) and not self.connector.reads_tier(event.ticket):
                     self.observer.read_ended(rank, event)
                 self.ring.record(now_s, event, rank)
                 self._events.append(FromRank(rank, event))

@@ -10,11 +10,13 @@ import socket
 import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from baton.kv_transfer.connector import NodeConnector
+from baton.kv_transfer.stores import ClaimedFolder
 from baton.kv_transfer.transports.addresses import reaches_of
 from baton.node.executor import Executor, ExecutorInfo
 from baton.node.heartbeat import HeartbeatThread, Vitals
@@ -118,7 +120,12 @@ class EngineNode:
         heartbeats = HeartbeatThread(
             self._vitals, self.node_id, self.epoch, routers, boottime, open_channels
         )
-        executor = self._make_executor(self.config, self.epoch)
+        cache = self.config.cache
+        folder = ClaimedFolder(Path(cache.folder), self.role) if cache.folder else None
+        if folder is not None:
+            cache = msgspec.structs.replace(cache, folder=str(folder.path))
+        config = msgspec.structs.replace(self.config, cache=cache)
+        executor = self._make_executor(config, self.epoch)
         observer = NodeObserver(self._vitals, self.node_id, self.config.log)
         hello = Hello(PROTOCOL_VERSION, self.node_id, self.role, self.epoch)
         sockets = EngineSockets(routers, hello, open_channels())
@@ -134,6 +141,8 @@ class EngineNode:
             executor.close()
             sockets.close(LINGER_MS if self._drain_by_s is not None else 0)
             observer.close()
+            if folder is not None:
+                folder.close()
 
     def _start_http(self, standings: Callable[[], tuple[RouterStanding, ...]]) -> "NodeHttp | None":
         if not self.config.node.http:

@@ -17,6 +17,7 @@ import msgspec
 from baton.kv_transfer.interfaces import (
     CORRUPT_BLOCKS,
     LEASE_EXPIRED,
+    BlocksSaved,
     ConnectorReport,
     OfferBroken,
     ReadEnded,
@@ -101,6 +102,7 @@ class NodeObserver:
         self._last = (0, 0, 0)
         self._encoder = msgspec.json.Encoder()
         self._is_failing = False  # the file of records
+        self._cannot_save = False  # blocks in a tier
         self._file: RawIOBase | None = None
         if settings.records:
             path = Path(settings.records)
@@ -146,6 +148,9 @@ class NodeObserver:
             self._write(ReadRecord(rank, event.ticket, *times, event.num_bytes, code))
 
     def reported(self, report: ConnectorReport) -> None:
+        if isinstance(report, BlocksSaved):
+            self._saved(report)
+            return
         if not isinstance(report, Released | OfferBroken | ReceiveEnded) or report.failure is None:
             return
         failure = report.failure
@@ -161,6 +166,12 @@ class NodeObserver:
                 code=failure.code,
                 reason=failure.message,
             )
+
+    def _saved(self, report: BlocksSaved) -> None:
+        failure = report.failure
+        if failure is not None and not self._cannot_save:
+            log.warning("cached blocks are lost when they are evicted", reason=failure.message)
+        self._cannot_save = failure is not None
 
     def turned(self, load: Load, unreachable: tuple[NodeId, ...]) -> None:
         """Take the state at the end of each turn of the loop."""

@@ -3,21 +3,11 @@
 from dataclasses import dataclass, field
 
 from baton.node.scheduling.pooling import PooledPrompt
+from baton.node.scheduling.prompt_reads import PrefixRead
 from baton.node.scheduling.requests import Choices, Origin
 from baton.node.scheduling.sequence import Sequence
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import Prefill, StageTimes
-
-
-@dataclass(slots=True)
-class PrefixRead:
-    """A prompt's read of its first tokens' blocks from another node."""
-
-    source: NodeId
-    num_held_blocks: int  # that were here, so they are not read
-    num_wanted_blocks: int
-    began_s: float
-    landing: list[int] = field(default_factory=list)  # read into; empty until they are offered
 
 
 @dataclass(slots=True, eq=False)

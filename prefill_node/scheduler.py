@@ -11,7 +11,9 @@ A prompt that waits for blocks of another node holds up no other one.
 from typing import assert_never
 
 from baton.kv_transfer.interfaces import (
+    BlocksCopied,
     BlocksDrained,
+    BlocksSaved,
     ConnectorReport,
     KVReceived,
     Offer,
@@ -20,15 +22,17 @@ from baton.kv_transfer.interfaces import (
     ReceiveBroken,
     ReceiveEnded,
     Released,
+    TierOpened,
 )
 from baton.node.scheduling.block_pool import BlockPool
 from baton.node.scheduling.checkpoints import StepCopies, reserve
 from baton.node.scheduling.plan import Slice, StepPlan, StepResult
+from baton.node.scheduling.prompt_reads import PrefixReads
 from baton.node.scheduling.requests import NO_ROUTER, ByRequest, Choices, Origin, Outputs
 from baton.node.scheduling.scheduler import NodeLimits, load_of, problem_of
 from baton.node.scheduling.sequence import no_token
+from baton.node.scheduling.tiers import Tiers
 from baton.prefill_node.handoff import Handoff
-from baton.prefill_node.prefix_reads import PrefixReads
 from baton.protocol.codec import MalformedMessage
 from baton.protocol.errors import (
     Cancelled,
@@ -65,7 +69,10 @@ class PrefillScheduler:
         self._holding: dict[Key, Handoff] = {}  # computed or ended, blocks not yet given back
         self._known: ByRequest[Handoff] = ByRequest()  # all of these
         self._copies = StepCopies(pool)
-        self._reads = PrefixReads(pool, self.outputs, repeats_last=limits.has_draft_head)
+        self.tiers = Tiers(pool, self.outputs)
+        self._reads = PrefixReads(
+            pool, self.outputs, self.tiers, repeats_last=limits.has_draft_head
+        )
         self._step_id = 0
 
     # --- requests ------------------------------------------------------------------------------
@@ -121,6 +128,8 @@ class PrefillScheduler:
                 self._prefix_ended(now_s, report)
             case BlocksDrained(block_ids=block_ids):
                 self.pool.readmit(block_ids)
+            case TierOpened() | BlocksCopied() | BlocksSaved():
+                self.tiers.on_report(now_s, report)
             case PrefixWanted():
                 raise InvariantBroken("a prefill node was asked for a prefix")
             case _:
@@ -160,6 +169,7 @@ class PrefillScheduler:
     # --- steps ---------------------------------------------------------------------------------
 
     def plan(self, now_s: float) -> StepPlan | None:
+        self.tiers.write_back(now_s)
         slices: list[Slice] = []
         budget = self.limits.max_num_batched_tokens
         room = self.limits.max_first_tokens

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 
 BlockHash = bytes
 HASH_BYTES = 16
+NO_HASH = bytes(HASH_BYTES)  # stands for no block
 # A key is the first 8 bytes of a hash, as a number. Two different blocks have equal keys with a
 # probability of 2**-64.
 BlockKey = int

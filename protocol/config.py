@@ -233,6 +233,26 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "bits, or from any"
         ),
     ] = "equal"
+    kv_offloading_size: Annotated[
+        float,
+        about(
+            "host memory of one node, all ranks together, for cached blocks that its KV pool may "
+            "lose; 0 keeps none there",
+            "GiB",
+            ge=0,
+        ),
+    ] = 0.0
+    folder: Annotated[
+        str,
+        about(
+            "local folder for cached blocks that the KV pools of this host's nodes may lose, which "
+            "a node finds again when it restarts; empty keeps none on disk",
+            kind="path",
+        ),
+    ] = ""
+    folder_size: Annotated[
+        float, about("most bytes of one node, all ranks together, in cache.folder", "GiB", gt=0)
+    ] = 16.0
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

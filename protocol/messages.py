@@ -32,6 +32,7 @@ from baton.protocol.sampling import Sampling
 PROTOCOL_VERSION = 1
 
 Role = Literal["prefill", "decode"]
+TierName = Literal["memory", "folder"]  # below a node's KV pool
 FinishReason = Literal["stop", "length"]
 # The failure of a node that would have to compute more than its router expected.
 NOT_CACHED = "not_cached"
@@ -308,6 +309,8 @@ class Totals(msgspec.Struct, frozen=True, array_like=True):
     spec_decode_accepted_tokens: Total = 0  # guessed right
     prefix_read_tokens: Total = 0  # of prompts, read from other nodes instead of computed
     failed_prefix_reads: Total = 0  # whose prompts were computed
+    memory_hit_tokens: Total = 0  # of prompts, read from a tier of the node
+    folder_hit_tokens: Total = 0
 
 
 class Heartbeat(Message, frozen=True):
@@ -358,7 +361,7 @@ class StageTimes(msgspec.Struct, frozen=True, omit_defaults=True):
     first_step_s: float = 0.0
     transfer_bytes: NumBytes = 0
     num_cached_tokens: Count = 0  # where the prompt was computed; decode repeats what prefill said
-    num_read_tokens: Count = 0  # of those, tokens whose blocks another node had
+    num_read_tokens: Count = 0  # of those, tokens whose blocks a tier or another node had
     prefix_read_s: float = 0.0
 
 

@@ -243,9 +243,20 @@ _TABLE = (
         "vllm:external_prefix_cache_hits",
     ),
     _counter(
+        "baton_memory_prefix_cache_hits",
+        lambda one: one.totals.memory_hit_tokens,
+        "Tokens of prompts whose blocks were read from host memory (cache.kv_offloading_size)",
+    ),
+    _counter(
+        "baton_folder_prefix_cache_hits",
+        lambda one: one.totals.folder_hit_tokens,
+        "Tokens of prompts whose blocks were read from cache.folder",
+    ),
+    _counter(
         "baton_prefix_read_failures",
         lambda one: one.totals.failed_prefix_reads,
-        "Prompts that were computed although another node was asked for their first tokens",
+        "Prompts that were computed although a tier or another node was asked for their first "
+        "tokens",
     ),
     _counter(
         "baton_num_preemptions",

@@ -45,6 +45,7 @@ _OWN_NAMED = (
     "cache.gpu_memory_utilization",
     "cache.enable_prefix_caching",
     "cache.block_size",
+    "cache.kv_offloading_size",
     "engine.device",
     "engine.tensor_parallel_size",
     "engine.threads",

@@ -20,6 +20,7 @@ from baton.kernels.cpu.library import CpuLibrary, has_bf16_tiles
 from baton.kv_transfer.agent import TransferAgent, make_port
 from baton.kv_transfer.interfaces import PoolMemory
 from baton.kv_transfer.pools import DevicePool, HostPool
+from baton.kv_transfer.tiers import make_tiers
 from baton.model.checkpoint.draft_files import SETTING, with_draft_head
 from baton.model.checkpoint.lora_files import (
     Adapter,
@@ -172,18 +173,22 @@ def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progr
             pool.close()
             raise
     give_back_freed_memory()
-    port = make_port(pool, epoch, config.transfer)
     dtype = str(plan.dtype).removeprefix("torch.")
+    model = fingerprint(plan.folder, dtype, weights, fingerprint_of(plan.adapters))
+    compute = compute_path(runner)
+    maker = f"{model} {plan.layout} {compute}"
+    tiers = make_tiers(config.cache, pool, ranks.rank, ranks.size, maker)
+    port = make_port(pool, epoch, config.transfer, tiers)
     info = ExecutorInfo(
         num_blocks=len(runner.cache.pool),
         layout=plan.layout,
         ranks=(port.address(),),
-        model=fingerprint(plan.folder, dtype, weights, fingerprint_of(plan.adapters)),
+        model=model,
         max_model_len=plan.max_model_len,
         vocab_size=plan.decoder.vocab_size,
         eos_token_ids=plan.decoder.eos_token_ids,
         batch_invariant=is_batch_invariant(runner),
-        compute=compute_path(runner),
+        compute=compute,
         facts=NodeFacts(
             dtype,
             plan.device.type,

@@ -25,6 +25,18 @@ class PoolCounts:
     spec_decode_accepted_tokens: int = 0  # guessed right
     prefix_read_tokens: int = 0
     failed_prefix_reads: int = 0
+    memory_hit_tokens: int = 0
+    folder_hit_tokens: int = 0
+
+    def read_from(self, source: str, num_tokens: int) -> None:
+        """Count tokens whose blocks were read from a tier or another node."""
+        match source:
+            case "memory":
+                self.memory_hit_tokens += num_tokens
+            case "folder":
+                self.folder_hit_tokens += num_tokens
+            case _:
+                self.prefix_read_tokens += num_tokens
 
 
 class BlockPool:

@@ -82,6 +82,8 @@ class PrefixCache:
         self._block_of: dict[BlockHash, int] = {}
         self._hash_of: dict[int, BlockHash] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
+        # For each tier, the idle blocks that it has not looked at, in the order of `_idle`.
+        self._unsaved: list[dict[int, None]] = []
 
     def __len__(self) -> int:
         return len(self._hash_of)
@@ -109,16 +111,29 @@ class PrefixCache:
             self._hash_of[block] = block_hash
             self.journal.note(block_hash, is_held=True)
 
+    def hash_of(self, block: int) -> BlockHash:
+        return self._hash_of[block]
+
+    def show_idle(self) -> dict[int, None]:
+        """Return the idle blocks for a tier, which removes those that it has looked at."""
+        unsaved = dict(self._idle)
+        self._unsaved.append(unsaved)
+        return unsaved
+
     def rest(self, block: int) -> None:
         """Make a block that has lost its last user evictable."""
         self._idle[block] = None
+        for unsaved in self._unsaved:
+            unsaved[block] = None
 
     def revive(self, block: int) -> None:
         del self._idle[block]
+        self._is_not_idle(block)
 
     def evict(self) -> int:
         """Forget the idle block that was used least recently, and return it."""
         block, _ = self._idle.popitem(last=False)
+        self._is_not_idle(block)
         block_hash = self._hash_of.pop(block)
         del self._block_of[block_hash]
         self.journal.note(block_hash, is_held=False)
@@ -131,8 +146,14 @@ class PrefixCache:
         idle = list(self._idle)
         for index in (self._block_of, self._hash_of, self._idle):
             index.clear()
+        for unsaved in self._unsaved:
+            unsaved.clear()
         return idle
 
     def watch(self, origin: Origin) -> None:
         """Let a router get every block of the cache, and then every change."""
         self.journal.watch(origin, self._block_of)
+
+    def _is_not_idle(self, block: int) -> None:
+        for unsaved in self._unsaved:
+            unsaved.pop(block, None)

@@ -14,6 +14,7 @@ from baton.kv_transfer.interfaces import ConnectorReport
 from baton.node.scheduling.block_pool import BlockPool
 from baton.node.scheduling.plan import StepPlan, StepResult
 from baton.node.scheduling.requests import Choices, Origin, Outputs
+from baton.node.scheduling.tiers import Tiers
 from baton.protocol.adapters import shown_lora
 from baton.protocol.codec import MalformedMessage
 from baton.protocol.errors import BatonError, RequestError
@@ -107,6 +108,7 @@ def load_of(pool: BlockPool, num_running: int, num_waiting: int) -> Load:
 class Scheduler(Protocol):
     outputs: Outputs
     pool: BlockPool
+    tiers: Tiers
     limits: NodeLimits
 
     def add(self, now_s: float, origin: Origin, message: Prefill | Decode) -> None:

@@ -131,12 +131,14 @@ def _run(words: list[str]) -> int:
 
 def _start(name: str, config: ClusterConfig) -> int:
     from baton.deploy.model_folder import check_tokenizer, with_model
-    from baton.deploy.startup import check_reach, check_router_ports
+    from baton.deploy.startup import check_cache_folder, check_reach, check_router_ports
     from baton.runtime.tls import server_context
 
     setup_process_log(config.log, config.node.id or name)
     _warn_of_variables()
     config = with_model(config, needs_weights=name != "router")
+    if name != "router":
+        check_cache_folder(config.cache.folder)
     if name in ("serve", "router"):
         check_tokenizer(Path(config.model.path))
         server_context(config.router)  # an unusable file ends the command here
