@@ -25,11 +25,11 @@ from baton.node.router_channel import RouterChannel
 from baton.node.scheduling.block_pool import BlockPool
 from baton.node.scheduling.plan import Slice, StepResult
 from baton.node.scheduling.prefix_reads import PrefixCosts, PrefixOffers
+from baton.node.scheduling.prompt_reads import PrefixReads
 from baton.node.scheduling.requests import Outputs
 from baton.node.scheduling.sequence import Sequence
 from baton.node.sockets import EngineSockets, PeerName
 from baton.prefill_node.handoff import Handoff
-from baton.prefill_node.prefix_reads import PrefixReads
 from baton.protocol.errors import NodeError
 from baton.protocol.ids import Key
 from baton.protocol.messages import NodeInfo, Offered
