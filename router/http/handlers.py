@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,9 +27,16 @@ from baton.router.core.received import ReceivedPart
 from baton.router.core.request import Caller
 from baton.router.core.stream import RequestStream, Sink
 from baton.router.http.api.anthropic import MessageEvents
-from baton.router.http.api.event_ids import ResumePoint, new_id, resume_point, wants_ids
+from baton.router.http.api.event_ids import (
+    EventIds,
+    ResumePoint,
+    new_id,
+    resume_point,
+    wants_ids,
+)
 from baton.router.http.api.large_bodies import BodyWork
 from baton.router.http.api.openai_chunks import (
+    ChunkEvents,
     ResponseWriter,
     ShownPrompt,
     clamped_to,
@@ -39,7 +46,7 @@ from baton.router.http.api.pooling_bodies import PoolingEndpoint
 from baton.router.http.api.prepare import num_packed, unpacked
 from baton.router.http.api.responses_events import ResponseEvents
 from baton.router.http.api.schema import Endpoint, ParsedRequest
-from baton.router.http.api.sse import SILENCE_S, ChunkEvents, EventStream
+from baton.router.http.api.sse import SILENCE_S, Encoder, EventStream
 from baton.router.http.api.tokens import TokenEndpoint
 from baton.router.http.auth import TENANT
 from baton.router.http.connections import Bodies
@@ -47,7 +54,7 @@ from baton.router.http.errors import blaming
 from baton.router.http.metrics import HttpMetrics
 from baton.router.http.pooling_handlers import PoolingHandlers
 from baton.router.http.request_log import Running, counted_request
-from baton.router.outputs import CompletionOutput, Merged, RequestMetrics
+from baton.router.outputs import CompletionOutput, RequestMetrics
 from baton.router.text.chat_template import ChatTemplate
 from baton.router.text.response_parser import Parsing
 from baton.router.text_router import TextRouter
@@ -174,11 +181,11 @@ class Handlers:
             if not work.parsed.generates:
                 return await self._echo(request, work, running)
             with blaming(work.parsed.sent):
+                encoder = _encoder(request, work, [one.metrics for one in running.streams])
                 if not work.parsed.is_streamed:
-                    return await self._whole(work, running)
-                events = await self._begin_stream(request, work, running.streams)
-            headers = _headers(work, [stream.metrics for stream in running.streams])
-            return await self._relayed(request, running, events, headers, work.parsed.sent)
+                    return await self._whole(work, running, encoder)
+                await self._begun(work, running.streams, encoder)
+            return await self._relayed(request, work, running, encoder)
 
     def _refuse_if_draining(self) -> None:
         if self.is_draining:
@@ -261,48 +268,37 @@ class Handlers:
 
     # --- answering ------------------------------------------------------------------------------
 
-    async def _whole(self, work: Work, running: Running) -> web.Response:
+    async def _whole(self, work: Work, running: Running, encoder: Encoder) -> web.Response:
         streams = running.streams
-        if (typed := _typed(work, streams)) is not None:
-            streams[0].send_to(self._counted(typed.take))
-            await streams[0].ended()
-            body = typed.whole(streams[0].metrics)
-            return self._finished(work, running, body)
-        num_choices = work.params.n
-        wholes = [Merged(num_choices) for _ in streams]
-        for stream, whole in zip(streams, wholes, strict=True):
-            stream.send_to(self._counted(whole.add))
+        for index, stream in enumerate(streams):
+            stream.send_to(self._sink(encoder, index * work.params.n))
         await _all_ended(streams)
-        outputs = []
-        for index, whole in enumerate(wholes):
-            for output in whole.outputs():
-                output.index += index * num_choices
-                outputs.append(output)
-        body = await self._body(work, streams, outputs, [stream.metrics for stream in streams])
-        return self._finished(work, running, body)
-
-    def _finished(self, work: Work, running: Running, body: bytes) -> web.Response:
-        running.outcome = "finished"
-        headers = _headers(work, [stream.metrics for stream in running.streams])
-        return web.Response(body=body, content_type="application/json", headers=headers)
+        metrics = [stream.metrics for stream in streams]
+        return await self._body(work, running, encoder, metrics)
 
     async def _body(
         self,
         work: Work,
-        streams: Sequence[RequestStream],
-        outputs: list[CompletionOutput],
+        running: Running,
+        encoder: Encoder,
         metrics: Sequence[RequestMetrics],
-    ) -> bytes:
+    ) -> web.Response:
         if work.params.prompt_logprobs is None:
-            return work.writer.whole(outputs, metrics, await self._prompts(work, streams))
-        async with self._scoring:
-            prompts = await self._prompts(work, streams)
-            return await asyncio.to_thread(work.writer.whole, outputs, metrics, prompts)
+            body = encoder.whole(metrics)
+        else:
+            async with self._scoring:
+                await self._show_prompts(work, running.streams, encoder)
+                body = await asyncio.to_thread(encoder.whole, metrics)
+        running.outcome = "finished"
+        headers = _headers(work, metrics)
+        return web.Response(body=body, content_type="application/json", headers=headers)
 
-    async def _prompts(self, work: Work, streams: Sequence[RequestStream]) -> list[ShownPrompt]:
-        """Return the prompts that a response shows, with log probabilities if they are wanted."""
-        if work.params.prompt_logprobs is None:
-            return work.plain_prompts
+    async def _show_prompts(
+        self, work: Work, streams: Sequence[RequestStream], encoder: Encoder
+    ) -> None:
+        """Show the prompts with their log probabilities, if they are wanted."""
+        if work.params.prompt_logprobs is None or not isinstance(encoder, ChunkEvents):
+            return
         tokenizer = self._engine.get_tokenizer()
         spell = partial(tokenizer.spell, work.params.skip_special_tokens)
 
@@ -314,29 +310,28 @@ class Handlers:
                 for text, one in pairs
             ]
 
-        return await asyncio.to_thread(shown)
+        encoder.show(await asyncio.to_thread(shown))
 
     async def _echo(self, request: web.Request, work: Work, running: Running) -> web.StreamResponse:
         """Answer with the prompts alone, for `max_tokens` 0.
 
         Nodes take part only for log probabilities.
         """
-        num_choices = work.params.n
-        streams = running.streams
-        await _all_ended(streams)
-        outputs = [
-            CompletionOutput(index, "", [], None, "length")
-            for index in range(len(work.echoes) * num_choices)
-        ]
+        await _all_ended(running.streams)
         running.outcome = "finished"
         metrics = [RequestMetrics(num_prompt_tokens=len(unpacked(ids))) for ids in work.prompts]
-        headers = _headers(work, metrics)
+        encoder = _encoder(request, work, metrics)
+        outputs = [
+            CompletionOutput(index, "", [], None, "length")
+            for index in range(len(work.echoes) * work.params.n)
+        ]
         if not work.parsed.is_streamed:
-            body = await self._body(work, streams, outputs, metrics)
-            return web.Response(body=body, content_type="application/json", headers=headers)
-        prompts = await self._prompts(work, streams)
-        events = self._chunks(request, work.writer, num_choices, prompts, metrics)
-        response = await events.open(request, headers)
+            for output in outputs:
+                encoder.take(output)
+            return await self._body(work, running, encoder, metrics)
+        await self._show_prompts(work, running.streams, encoder)
+        events = self._event_stream(request, work, encoder)
+        response = await events.open(request, _headers(work, metrics))
         for output in outputs:
             events.sink(0)(output)
         events.finish(metrics)
@@ -344,17 +339,18 @@ class Handlers:
         await events.close()
         return response
 
-    def _counted(self, sink: Callable[[CompletionOutput], object]) -> Sink:
+    def _sink(self, encoder: Encoder, offset: int) -> Sink:
+        """Return the sink of a stream whose choices come behind `offset` others."""
+
         def take(delta: CompletionOutput) -> None:
             self._metrics.num_output_tokens += len(delta.token_ids)
-            sink(delta)
+            delta.index += offset
+            encoder.take(delta)
 
         return take
 
-    async def _begin_stream(
-        self, request: web.Request, work: Work, streams: list[RequestStream]
-    ) -> EventStream:
-        """Return the events of a response once its first token, or its first node, is known."""
+    async def _begun(self, work: Work, streams: Sequence[RequestStream], encoder: Encoder) -> None:
+        """Return once the first token of a response, or its first node, is known."""
         # An error can be an HTTP status until something is sent, so this waits for the first delta.
         # It does not leave the client in silence for long, except while the request waits for a
         # node, because then it may still get status 503.
@@ -369,38 +365,21 @@ class Handlers:
                     await streams[0].changed()
                 break
             has_nodes = streams[0].metrics.num_attempts > 0
-        if (typed := _typed(work, streams)) is not None:
-            return EventStream(typed, 1, self._metrics, self._silence_s)
-        metrics = [one.metrics for one in streams]
-        prompts = await self._prompts(work, streams)
-        return self._chunks(request, work.writer, work.params.n, prompts, metrics, work.point)
+        await self._show_prompts(work, streams, encoder)
 
-    def _chunks(
-        self,
-        request: web.Request,
-        writer: ResponseWriter,
-        num_choices: int,
-        prompts: Sequence[ShownPrompt],
-        metrics: Sequence[RequestMetrics],
-        point: ResumePoint | None = None,
-    ) -> EventStream:
-        lengths = [one.num_prompt_tokens for one in metrics]
-        has_ids = wants_ids(request)
-        events = ChunkEvents(writer, num_choices, prompts, lengths, point, has_ids=has_ids)
-        return EventStream(events, num_choices, self._metrics, self._silence_s, has_ids=has_ids)
+    def _event_stream(self, request: web.Request, work: Work, encoder: Encoder) -> EventStream:
+        has_ids = isinstance(encoder, ChunkEvents) and wants_ids(request)
+        return EventStream(encoder, work.params.n, self._metrics, self._silence_s, has_ids=has_ids)
 
     async def _relayed(
-        self,
-        request: web.Request,
-        running: Running,
-        events: EventStream,
-        headers: dict[str, str],
-        sent: Mapping[str, str],
+        self, request: web.Request, work: Work, running: Running, encoder: Encoder
     ) -> web.StreamResponse:
-        """Send the headers, then what the streams bring. `sent` is that of `blaming`."""
+        """Send the headers, then what the streams bring."""
+        events = self._event_stream(request, work, encoder)
+        headers = _headers(work, [stream.metrics for stream in running.streams])
         response = await events.open(request, headers)
         try:
-            with blaming(sent):
+            with blaming(work.parsed.sent):
                 await events.relay(running.streams)
             running.outcome = "finished"
         except BatonError as error:
@@ -440,16 +419,23 @@ def request_id_of(request: web.Request) -> str:
     return given if is_fit else ""
 
 
-def _typed(work: Work, streams: Sequence[RequestStream]) -> ResponseEvents | MessageEvents | None:
-    """Return what makes the responses of endpoints whose streams have typed events."""
+def _encoder(request: web.Request, work: Work, metrics: Sequence[RequestMetrics]) -> Encoder:
+    """Return what makes a response. `metrics` are those of each prompt, as they grow."""
     writer = work.writer
     is_streamed = work.parsed.is_streamed
     match work.parsed.endpoint:
         case "responses":
             return ResponseEvents(writer, work.parsed.settings, is_streamed=is_streamed)
         case "messages":
-            return MessageEvents(writer, streams[0].metrics, is_streamed=is_streamed)
-    return None
+            return MessageEvents(writer, metrics[0], is_streamed=is_streamed)
+    return ChunkEvents(
+        writer,
+        work.params.n,
+        work.plain_prompts,
+        [one.num_prompt_tokens for one in metrics],
+        EventIds(writer.id, work.point) if wants_ids(request) else None,
+        is_streamed=is_streamed,
+    )
 
 
 def _headers(work: Work, metrics: Sequence[RequestMetrics]) -> dict[str, str]:

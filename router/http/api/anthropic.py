@@ -366,10 +366,10 @@ class MessageEvents:
         self._begin()
         return self._taken() + b"event: error\ndata: %b\n\n" % message_error(error)
 
-    def whole(self, metrics: RequestMetrics) -> bytes:
+    def whole(self, metrics: Sequence[RequestMetrics]) -> bytes:
         """Return the object of a complete message."""
         self._close()
-        return _encode(self._message(metrics))
+        return _encode(self._message(metrics[0]))
 
     # --- inside -----------------------------------------------------------------------------
 

@@ -1,8 +1,9 @@
 """The ids of events, with which a client goes on with a stream whose router is gone.
 
 The id of an event says how much of the response its reader has by then, and what makes the response
-again: a client sends its request once more, with the last id as `Last-Event-ID`, to any router. No
-node and no router keeps anything for that. `fetch-event-source` does so by itself.
+again. A client whose router is gone sends its request once more, with the last id as
+`Last-Event-ID`, to any router, as `fetch-event-source` does by itself. No node and no router keeps
+anything for that.
 """
 
 import re
@@ -109,10 +110,11 @@ class EventIds:
     A response that cannot be resumed has `RESPONSE:NUMBER`.
     """
 
-    __slots__ = ("_counts", "_digests", "_num_events", "_parts", "_prefix")
+    __slots__ = ("_counts", "_digests", "_num_events", "_parts", "_prefix", "point")
 
     def __init__(self, response_id: str, point: ResumePoint | None = None) -> None:
         """Begin at `point`; without one, the response cannot be resumed."""
+        self.point = point
         received = () if point is None else point.received
         self._prefix = f"{response_id}:".encode() if point is None else point.prefix
         self._num_events = 0

@@ -12,10 +12,13 @@ from itertools import accumulate
 import msgspec
 
 from baton.protocol import VERSION
-from baton.router.http.errors import FORM_PARAM
+from baton.protocol.errors import BatonError
+from baton.router.http.api.event_ids import EventIds
+from baton.router.http.errors import FORM_PARAM, error_of
 from baton.router.outputs import (
     CompletionOutput,
     Logprob,
+    Merged,
     PromptScores,
     RequestMetrics,
     Spell,
@@ -23,6 +26,8 @@ from baton.router.outputs import (
 )
 from baton.router.text.detokenizer import REPLACEMENT
 
+# Tells a client that the response is complete.
+_DONE = b"[DONE]"
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 Found = dict[int, Logprob]
 
@@ -359,6 +364,99 @@ class ChunkTemplate:
             data += b',"prompt_token_ids":' + _encode(self._prompt_token_ids)
             self._prompt_token_ids = None
         return data + self._end
+
+
+class ChunkEvents:
+    """The encoder of completions and chats, whose events are chunks, and an end."""
+
+    __slots__ = (
+        "_has_usage",
+        "_ids",
+        "_num_choices",
+        "_num_prompt_tokens",
+        "_prompts",
+        "_templates",
+        "_whole",
+        "_writer",
+    )
+
+    def __init__(
+        self,
+        writer: ResponseWriter,
+        num_choices: int,  # per prompt
+        prompts: Sequence[ShownPrompt],  # to echo, or with token ids
+        num_prompt_tokens: Sequence[int],  # per prompt
+        ids: EventIds | None = None,
+        *,
+        is_streamed: bool = True,
+    ) -> None:
+        """Begin where the client stands that resumes a stream, by `ids`, if events have any."""
+        self._whole = None if is_streamed else Merged(num_choices * len(num_prompt_tokens))
+        self._writer = writer
+        self._num_choices = num_choices
+        self._prompts = prompts
+        self._num_prompt_tokens = num_prompt_tokens
+        point = None if ids is None else ids.point
+        self._has_usage = point is not None and point.tail != ""
+        self._ids = ids
+        self._templates = {
+            index: writer.chunks(index, num_prompt_tokens[0], one.num_tokens)
+            for index, one in enumerate(() if point is None else point.received)
+            if one.has_begun
+        }
+
+    def show(self, prompts: Sequence[ShownPrompt]) -> None:
+        """Show the prompts with what nodes have computed of them."""
+        self._prompts = prompts
+
+    def take(self, delta: CompletionOutput) -> bytes:
+        if self._whole is not None:
+            self._whole.add(delta)
+            return b""
+        opening = b""
+        template = self._templates.get(delta.index)
+        if template is None:
+            opening, template = self._begin(delta.index)
+        if self._ids is not None:
+            has_ended = delta.finish_reason is not None
+            self._ids.advance(delta.index, delta.token_ids, has_ended=has_ended)
+        return opening + self._event(template.fill(delta))
+
+    def ending(self, metrics: Sequence[RequestMetrics]) -> bytes:
+        closing = None if self._has_usage else self._writer.closing(metrics)
+        usage = b"" if closing is None else self._event(closing, b"/u")
+        return usage + self._event(_DONE, b"/d")
+
+    def failed(self, error: BatonError) -> bytes:
+        return self._event(error_of(error))
+
+    def whole(self, metrics: Sequence[RequestMetrics]) -> bytes:
+        assert self._whole is not None, "a stream has no body"
+        return self._writer.whole(self._whole.outputs(), metrics, self._prompts)
+
+    def _begin(self, index: int) -> tuple[bytes, ChunkTemplate]:
+        """Return the first event of a choice and what makes the others."""
+        prompt = index // self._num_choices
+        opening = b""
+        num_prompt_tokens = self._num_prompt_tokens[prompt]
+        template = self._templates[index] = self._writer.chunks(index, num_prompt_tokens)
+        shown = self._prompts[prompt] if self._prompts else ShownPrompt()
+        if self._writer.is_chat:
+            if self._ids is not None:
+                self._ids.begin(index)
+            opening = self._event(self._writer.opening(index, num_prompt_tokens, shown))
+            return opening, template
+        if shown.token_ids is not None:
+            template.show_prompt(shown.token_ids)
+        if shown.text is not None:
+            opening = self._event(template.echo(index, shown))
+        return opening, template
+
+    def _event(self, data: bytes, tail: bytes = b"") -> bytes:
+        """Return one event of `data` without line breaks. Its id, if it has one, ends in `tail`."""
+        if self._ids is not None:
+            return b"id: %b\ndata: %b\n\n" % (self._ids.current(tail), data)
+        return b"data: %b\n\n" % data
 
 
 def _parts_of(response_id: str, output: CompletionOutput, *, is_delta: bool) -> dict[str, object]:

@@ -38,7 +38,7 @@ class _Open:
 
 
 class ResponseEvents:
-    """Give deltas to `take`, then call `ending` or `failed` in a stream, else `whole`."""
+    """The encoder of `/v1/responses`."""
 
     __slots__ = (
         "_events",
@@ -96,9 +96,9 @@ class ResponseEvents:
         self._emit("response.failed", response=self._response("failed", None, shown))
         return self._taken()
 
-    def whole(self, metrics: RequestMetrics) -> bytes:
+    def whole(self, metrics: Sequence[RequestMetrics]) -> bytes:
         """Return the object of a complete response."""
-        return bytes(self._response(self._end(), metrics))
+        return bytes(self._response(self._end(), metrics[0]))
 
     # --- inside -----------------------------------------------------------------------------
 

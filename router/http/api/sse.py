@@ -14,14 +14,7 @@ from aiohttp.http import HttpVersion11
 
 from baton.protocol.errors import BatonError
 from baton.router.core.stream import RequestStream, Sink
-from baton.router.http.api.event_ids import EventIds, ResumePoint
-from baton.router.http.api.openai_chunks import (
-    ChunkTemplate,
-    ResponseWriter,
-    ShownPrompt,
-)
 from baton.router.http.connections import connection_of
-from baton.router.http.errors import error_of
 from baton.router.http.metrics import HttpMetrics
 from baton.router.outputs import CompletionOutput, Merged, RequestMetrics
 
@@ -31,15 +24,16 @@ SILENCE_S = 10.0
 # With this much output unwritten, deltas are merged.
 FULL_BYTES = 256 * 1024
 _COMMENT = b": waiting\n"
-# Tells a client that the response is complete.
-_DONE = b"[DONE]"
 
 
-class Events(Protocol):
-    """What makes the events of one response. Each method returns whole events."""
+class Encoder(Protocol):
+    """What makes the bytes of one response, of events in a stream or of one body.
+
+    `take` gets every delta. Then `ending` or `failed` ends a stream, and `whole` makes a body.
+    """
 
     def take(self, delta: CompletionOutput) -> bytes:
-        """Return the events of a delta, none if it brings nothing that clients see."""
+        """Return the events of a delta; none if it brings nothing that clients see now."""
 
     def ending(self, metrics: Sequence[RequestMetrics]) -> bytes:
         """Return the last events of a complete response, by the metrics of each prompt."""
@@ -47,13 +41,16 @@ class Events(Protocol):
     def failed(self, error: BatonError) -> bytes:
         """Return the last events of a response that failed."""
 
+    def whole(self, metrics: Sequence[RequestMetrics]) -> bytes:
+        """Return the body of a complete response."""
+
 
 class EventStream:
     """Call `open`, then `relay` or `sink` and `finish`, and `close` however it ended."""
 
     __slots__ = (
         "_connection",
-        "_events",
+        "_encoder",
         "_has_ids",
         "_held",
         "_is_over",
@@ -72,14 +69,14 @@ class EventStream:
 
     def __init__(
         self,
-        events: Events,
+        encoder: Encoder,
         num_choices: int,  # per prompt
         metrics: HttpMetrics,
         silence_s: float = SILENCE_S,
         *,
         has_ids: bool = False,
     ) -> None:
-        self._events = events
+        self._encoder = encoder
         self._num_choices = num_choices
         self._has_ids = has_ids
         self._metrics = metrics
@@ -143,13 +140,13 @@ class EventStream:
     def finish(self, metrics: Sequence[RequestMetrics]) -> None:
         """Add the last events of a complete response."""
         self._release()
-        self._put(self._events.ending(metrics))
+        self._put(self._encoder.ending(metrics))
 
     def fail(self, error: BatonError) -> None:
         """Add the held deltas, then the error that ends the response."""
         self._release()
         self._metrics.failed(error)
-        self._put(self._events.failed(error))
+        self._put(self._encoder.failed(error))
 
     async def close(self) -> None:
         """Send what was added, and end the response."""
@@ -174,7 +171,7 @@ class EventStream:
             self._held.add(delta)
 
     def _send(self, delta: CompletionOutput) -> None:
-        if events := self._events.take(delta):
+        if events := self._encoder.take(delta):
             self._put(events)
 
     def _put(self, event: bytes) -> None:
@@ -236,83 +233,3 @@ class EventStream:
                 self._write_now(_COMMENT if self._has_ids else _COMMENT + b"\n")
             rest_s = self._silence_s
         self._timer = self._loop.call_later(rest_s, self._break_silence)
-
-
-class ChunkEvents:
-    """The events of completions and chats, which are chunks, and an end."""
-
-    __slots__ = (
-        "_has_ids",
-        "_has_usage",
-        "_ids",
-        "_num_choices",
-        "_num_prompt_tokens",
-        "_prompts",
-        "_templates",
-        "_writer",
-    )
-
-    def __init__(
-        self,
-        writer: ResponseWriter,
-        num_choices: int,  # per prompt
-        prompts: Sequence[ShownPrompt],  # to echo, or with token ids
-        num_prompt_tokens: Sequence[int],  # per prompt
-        point: ResumePoint | None = None,
-        *,
-        has_ids: bool = False,
-    ) -> None:
-        """Begin at `point` if the client can resume the stream."""
-        self._writer = writer
-        self._num_choices = num_choices
-        self._prompts = prompts
-        self._num_prompt_tokens = num_prompt_tokens
-        self._has_ids = has_ids
-        self._has_usage = point is not None and point.tail != ""
-        self._ids = EventIds(writer.id, point)
-        self._templates = {
-            index: writer.chunks(index, num_prompt_tokens[0], one.num_tokens)
-            for index, one in enumerate(() if point is None else point.received)
-            if one.has_begun
-        }
-
-    def take(self, delta: CompletionOutput) -> bytes:
-        opening = b""
-        template = self._templates.get(delta.index)
-        if template is None:
-            opening, template = self._begin(delta.index)
-        if self._has_ids:
-            has_ended = delta.finish_reason is not None
-            self._ids.advance(delta.index, delta.token_ids, has_ended=has_ended)
-        return opening + self._event(template.fill(delta))
-
-    def ending(self, metrics: Sequence[RequestMetrics]) -> bytes:
-        closing = None if self._has_usage else self._writer.closing(metrics)
-        usage = b"" if closing is None else self._event(closing, b"/u")
-        return usage + self._event(_DONE, b"/d")
-
-    def failed(self, error: BatonError) -> bytes:
-        return self._event(error_of(error))
-
-    def _begin(self, index: int) -> tuple[bytes, ChunkTemplate]:
-        """Return the first event of a choice and what makes the others."""
-        prompt = index // self._num_choices
-        opening = b""
-        num_prompt_tokens = self._num_prompt_tokens[prompt]
-        template = self._templates[index] = self._writer.chunks(index, num_prompt_tokens)
-        shown = self._prompts[prompt] if self._prompts else ShownPrompt()
-        if self._writer.is_chat:
-            self._ids.begin(index)
-            opening = self._event(self._writer.opening(index, num_prompt_tokens, shown))
-            return opening, template
-        if shown.token_ids is not None:
-            template.show_prompt(shown.token_ids)
-        if shown.text is not None:
-            opening = self._event(template.echo(index, shown))
-        return opening, template
-
-    def _event(self, data: bytes, tail: bytes = b"") -> bytes:
-        """Return one event of `data` without line breaks. Its id, if it has one, ends in `tail`."""
-        if self._has_ids:
-            return b"id: %b\ndata: %b\n\n" % (self._ids.current(tail), data)
-        return b"data: %b\n\n" % data

@@ -9,8 +9,7 @@ from baton.protocol.messages import FinishReason
 from baton.router.core.received import PassingOver, ReceivedPart, digest_of
 from baton.router.core.stream import RequestStream
 from baton.router.http.api.event_ids import MAX_CHOICES, EventIds, ResumePoint
-from baton.router.http.api.openai_chunks import ResponseWriter, ShownPrompt
-from baton.router.http.api.sse import ChunkEvents
+from baton.router.http.api.openai_chunks import ChunkEvents, ResponseWriter, ShownPrompt
 from baton.router.outputs import CompletionOutput
 from tests.support.async_tests import on_a_loop
 from tests.support.http_bench import TEXT, HttpBench, ScriptedEngine, served
@@ -65,12 +64,16 @@ def test_what_is_no_id_is_refused(event_id):
     assert error.value.param == "Last-Event-ID"
 
 
+def ids_at(received: ReceivedPart) -> EventIds:
+    return EventIds(NAME, ResumePoint(NAME, 1, 1, (received,)))
+
+
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_the_token_ids_of_a_prompt_come_again_only_to_who_has_nothing(is_chat):
     writer = ResponseWriter(NAME, "tiny", 7, is_chat, include_usage=False, token_ids=True)
     prompts = [ShownPrompt(token_ids=[5, 6])]
     for received, times in ((NOTHING, 1), (ReceivedPart(1, True), 0)):
-        events = ChunkEvents(writer, 1, prompts, [2], ResumePoint(NAME, 1, 1, (received,)))
+        events = ChunkEvents(writer, 1, prompts, [2], ids_at(received))
         data = b"".join(events.take(CompletionOutput(0, " a", [token_id])) for token_id in (7, 8))
         assert data.count(b'"prompt_token_ids":[5,6]') == times
         assert data.count(b'"token_ids":') == 2
