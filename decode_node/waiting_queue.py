@@ -218,7 +218,9 @@ class WaitingQueue:
         sequence = prompt.sequence
         if bound is None or sequence.num_tokens <= bound:
             return False
-        return sequence.num_tokens - num_reusable_tokens(self.pool, sequence) > bound
+        num_known = num_reusable_tokens(self.pool, sequence)
+        num_known += self.reads.num_held_tokens(sequence, num_known)
+        return sequence.num_tokens - num_known > bound
 
     def _reserve_one(self, now_s: float, prompt: PendingPrompt, watermark: int) -> bool:
         sequence = prompt.sequence

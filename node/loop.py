@@ -212,6 +212,7 @@ class EngineLoop:
                 self.executor.profile(name)
             case WatchCache():
                 self.scheduler.pool.cache.watch(origin)
+                self.scheduler.tiers.watch(origin)
             case Refused():  # the links ask again
                 self._forget(origin)
             case _:

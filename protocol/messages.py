@@ -332,15 +332,17 @@ PackedKeys = Annotated[bytes, Meta(max_length=MAX_KEYS * KEY_BYTES)]
 
 
 class CacheChanges(Message, frozen=True):
-    """The blocks that the prefix cache has added and removed, as packed keys (`blocks`).
+    """The blocks that the prefix cache, or a tier below it, has added and removed, as packed keys.
 
-    Number 0 starts over: the router forgets what it knew of this node. Later messages are numbered
-    consecutively. A router that misses one asks for everything with another `WatchCache`.
+    Number 0 starts over: the router forgets what it knew of this node's cache or tier. Later
+    messages of each are numbered consecutively. A router that misses one asks for everything with
+    another `WatchCache`.
     """
 
     number: Count
     added: PackedKeys = b""
     removed: PackedKeys = b""
+    tier: TierName | None = None
 
 
 class Accepted(Message, frozen=True):

@@ -14,7 +14,7 @@ from itertools import islice
 from baton.node.scheduling.requests import Origin
 from baton.protocol.blocks import BlockHash, pack_keys
 from baton.protocol.ids import MAX_KEYS
-from baton.protocol.messages import CacheChanges
+from baton.protocol.messages import CacheChanges, TierName
 
 # A router that got a message for each step would spend more time on them than on placing requests.
 INTERVAL_S = 0.1
@@ -34,20 +34,30 @@ class _Reader:
 
 
 class CacheJournal:
-    def __init__(self) -> None:
-        self._readers: dict[Origin, _Reader] = {}
+    """The changes to a cache and to the tiers below it. No tier means the cache itself."""
 
-    def watch(self, origin: Origin, held: Iterable[BlockHash]) -> None:
-        """Start over for a router: the cache holds the blocks `held`."""
-        self._readers[origin] = _Reader(dict.fromkeys(held, True))
+    def __init__(self) -> None:
+        self._readers: dict[tuple[Origin, TierName | None], _Reader] = {}
+
+    @property
+    def origins(self) -> set[Origin]:
+        """Return the routers that watch."""
+        return {origin for origin, _ in self._readers}
+
+    def watch(
+        self, origin: Origin, held: Iterable[BlockHash], tier: TierName | None = None
+    ) -> None:
+        """Start over for a router: the cache or tier holds the blocks `held`."""
+        self._readers[origin, tier] = _Reader(dict.fromkeys(held, True))
 
     def forget(self, origin: Origin) -> None:
-        self._readers.pop(origin, None)
+        for watched in [one for one in self._readers if one[0] == origin]:
+            del self._readers[watched]
 
-    def note(self, block_hash: BlockHash, *, is_held: bool) -> None:
-        """Note that the cache has just added or removed a block."""
-        for reader in self._readers.values():
-            if reader.pending.pop(block_hash, None) is None:
+    def note(self, block_hash: BlockHash, tier: TierName | None = None, *, is_held: bool) -> None:
+        """Note that the cache or tier has just added or removed a block."""
+        for (_, watched), reader in self._readers.items():
+            if watched == tier and reader.pending.pop(block_hash, None) is None:
                 reader.pending[block_hash] = is_held
 
     @property
@@ -58,20 +68,20 @@ class CacheJournal:
 
     def take(self, now_s: float) -> Iterator[tuple[Origin, CacheChanges]]:
         """Yield the messages that are due, which then count as sent."""
-        for origin, reader in self._readers.items():
+        for (origin, tier), reader in self._readers.items():
             if reader.has_news and now_s >= reader.due_s:
-                yield origin, _next_part(reader)
+                yield origin, _next_part(reader, tier)
                 reader.number += 1
                 reader.due_s = now_s + INTERVAL_S
 
 
-def _next_part(reader: _Reader) -> CacheChanges:
+def _next_part(reader: _Reader, tier: TierName | None) -> CacheChanges:
     part = list(islice(reader.pending.items(), MAX_KEYS))
     for block_hash, _ in part:
         del reader.pending[block_hash]
     added = pack_keys(block_hash for block_hash, is_held in part if is_held)
     removed = pack_keys(block_hash for block_hash, is_held in part if not is_held)
-    return CacheChanges(reader.number, added, removed)
+    return CacheChanges(reader.number, added, removed, tier)
 
 
 class PrefixCache:

@@ -83,6 +83,13 @@ class PrefixReads:
             return
         self._fetch(now_s, prompt, num_held_blocks, hashes[:MAX_READ_BLOCKS])
 
+    def num_held_tokens(self, sequence: Sequence, num_known_tokens: int) -> int:
+        """Return how many tokens after those of the pool the tiers hold."""
+        size = self._pool.block_size
+        hashes = sequence.hash_blocks(size, sequence.num_reusable_tokens)
+        parts = self._tiers.find(hashes[num_known_tokens // size :])
+        return sum(len(part.slots) for part in parts) * size
+
     def _load(
         self, now_s: float, prompt: ReadingPrompt, num_held_blocks: int, parts: list[TierPart]
     ) -> bool:

@@ -22,7 +22,8 @@ from baton.kv_transfer.interfaces import (
     TierPart,
 )
 from baton.node.scheduling.block_pool import BlockPool
-from baton.node.scheduling.requests import Outputs
+from baton.node.scheduling.prefix_cache import CacheJournal
+from baton.node.scheduling.requests import Origin, Outputs
 from baton.protocol.blocks import NO_HASH, BlockHash, pack_hashes, unpack_hashes
 from baton.protocol.errors import Failure
 from baton.protocol.ids import Key
@@ -43,7 +44,11 @@ class TierIndex:
     """The blocks of one tier by their hashes. The least recently used one makes room."""
 
     def __init__(
-        self, name: TierName, hashes: Sequence[BlockHash], resting: dict[int, None]
+        self,
+        name: TierName,
+        hashes: Sequence[BlockHash],
+        resting: dict[int, None],
+        journal: CacheJournal,
     ) -> None:
         self.name: TierName = name
         self.num_slots = len(hashes)
@@ -55,6 +60,7 @@ class TierIndex:
         self._free: deque[int] = deque()
         self._readers: Counter[int] = Counter()  # by slot
         self._orphans: set[int] = set()  # slots that are read although their blocks are dropped
+        self._journal = journal
         for slot, block_hash in enumerate(hashes):
             if block_hash == NO_HASH or block_hash in self._slots:
                 self._free.append(slot)
@@ -67,6 +73,10 @@ class TierIndex:
     def slot_of(self, block_hash: BlockHash) -> int | None:
         return self._slots.get(block_hash)
 
+    def watch(self, origin: Origin) -> None:
+        """Let a router get every block of the tier, and then every change."""
+        self._journal.watch(origin, self._slots, self.name)
+
     def touch(self, block_hash: BlockHash) -> None:
         self._slots.move_to_end(block_hash)
 
@@ -77,6 +87,7 @@ class TierIndex:
         for block_hash, slot in self._slots.items():
             if not self._readers[slot]:
                 del self._slots[block_hash]
+                self._journal.note(block_hash, self.name, is_held=False)
                 return slot
         return None
 
@@ -87,12 +98,14 @@ class TierIndex:
     def add(self, block_hash: BlockHash, slot: int) -> None:
         """Let a slot that was taken hold a block."""
         self._slots[block_hash] = slot
+        self._journal.note(block_hash, self.name, is_held=True)
 
     def drop(self, hashes: Iterable[BlockHash]) -> None:
         for block_hash in hashes:
             slot = self._slots.pop(block_hash, None)
             if slot is None:
                 continue
+            self._journal.note(block_hash, self.name, is_held=False)
             if self._readers[slot]:
                 self._orphans.add(slot)
             else:
@@ -154,6 +167,11 @@ class Tiers:
             case _:
                 assert_never(report)
 
+    def watch(self, origin: Origin) -> None:
+        """Let a router get every block of each tier, and then every change."""
+        for tier in self.by_name.values():
+            tier.watch(origin)
+
     def write_back(self, now_s: float) -> None:
         """Let each tier copy some idle blocks that it lacks."""
         for tier in self.by_name.values():
@@ -209,7 +227,11 @@ class Tiers:
         if self._pool.caches_prefixes and not self._pool.state_blocks:
             resting = self._pool.cache.show_idle()
             hashes = unpack_hashes(report.hashes)
-            tiers = {**self.by_name, report.tier: TierIndex(report.tier, hashes, resting)}
+            journal = self._pool.cache.journal
+            tier = TierIndex(report.tier, hashes, resting, journal)
+            for origin in journal.origins:
+                tier.watch(origin)
+            tiers = {**self.by_name, report.tier: tier}
             self.by_name = {name: tiers[name] for name in FASTEST_FIRST if name in tiers}
 
     def _copied(self, report: BlocksCopied) -> None:

@@ -14,7 +14,7 @@ import msgspec
 from baton.protocol.blocks import blocks_needed
 from baton.protocol.config import LocalPrefill
 from baton.protocol.ids import NodeId
-from baton.protocol.messages import Role
+from baton.protocol.messages import Role, TierName
 from baton.router.core.pair_health import Hosts
 from baton.router.core.registry import Node, Registry
 from baton.router.core.request import NodesSelected, ReservedLoad, SelectNodes
@@ -27,6 +27,8 @@ OUTPUT_WEIGHT = 0.05
 HANDOFF_TOKENS = 64
 NEAR_READ = 1 / 32
 FAR_READ = 1 / 8
+# And reading it from a tier of the node that computes the prompt.
+TIER_READS: Mapping[TierName, float] = {"memory": 1 / 32, "folder": 1 / 16}
 MIN_READ_TOKENS = 64  # fewer are computed, and not read from another node
 MAX_LENDERS = 8  # of those that have a hot prefix, so many are looked at
 # A decode node that was chosen because it had most of a prompt cached refuses the prompt if it
@@ -154,11 +156,24 @@ class _PairSearch:
             if lenders := registry.lenders(nodes, MAX_LENDERS):
                 self._lenders = lenders
                 self._readable = min(num_blocks * size, most)
+        # Tokens that each node need not compute, less what reading them from its tiers costs.
+        self._saved: dict[NodeId, float] = dict(self._cached)
+        for name, index in registry.tiers.items():
+            for num_blocks, nodes in index.held(selection.block_keys).items():
+                for node in nodes:
+                    self._save(node, min(num_blocks * size, most), TIER_READS[name])
+
+    def _save(self, node: NodeId, num_tokens: int, read: float) -> None:
+        """Count the first tokens of the prompt, which a tier of that node holds."""
+        num_cached = self._cached.get(node, 0)
+        saved = num_cached + (1 - read) * (num_tokens - num_cached)
+        if num_tokens - num_cached >= MIN_READ_TOKENS and saved > self._saved.get(node, 0):
+            self._saved[node] = saved
 
     def prefill_candidates(self) -> list[Candidate]:
         """Return the prefill nodes that could hold the prompt if they were empty."""
         nodes = self._large_enough("prefill", self._blocks(self._selection.num_tokens, 1))
-        has: Mapping[NodeId, float] = self._cached
+        has: Mapping[NodeId, float] = self._saved
         if self._lenders:
             has = self._with_reads(nodes)
         return self._candidates(nodes, [node.num_tokens for node in nodes], has)
@@ -176,7 +191,8 @@ class _PairSearch:
             reaches_all = not (node.obstacles or node.unreachable)
             if num_more < MIN_READ_TOKENS or not (is_alike and reaches_all):
                 num_more = self._num_read(node)
-            has[node.node_id] = num_held + saved * num_more
+            of_tiers = self._saved.get(node.node_id, 0.0)
+            has[node.node_id] = max(of_tiers, num_held + saved * num_more)
         return has
 
     def _num_read(self, prefill: Node) -> int:
@@ -206,20 +222,24 @@ class _PairSearch:
         Only those that hold at least `least_held` tokens of the prompt count.
         """
         # Of a prompt that it received, a decode node has no state from which it could go on.
-        if least_held > 0 and (not self._held or self._state_blocks):
+        if least_held > 0 and (not self._saved or self._state_blocks):
             return []
-        return self._decode_candidates(self._cached, least_held=least_held)
+        return self._decode_candidates(self._saved, least_held=least_held)
 
     def _decode_candidates(
-        self, has: Mapping[NodeId, int], read: float = 1, least_held: int = 0
+        self, has: Mapping[NodeId, float], read: float = 1, least_held: int = 0
     ) -> list[Candidate]:
         """Return the decode nodes if each token that they lack costs `read`."""
         num_blocks = self._blocks(self._selection.num_final_tokens, self._selection.num_choices)
         nodes = self._large_enough("decode", num_blocks)
         if least_held > 0:
-            nodes = [node for node in nodes if self._held.get(node.node_id, 0) >= least_held]
+            nodes = [node for node in nodes if self._num_known(node) >= least_held]
         waits = [node.num_sequences * self._slot_tokens for node in nodes]
         return self._candidates(nodes, waits, has, read)
+
+    def _num_known(self, node: Node) -> float:
+        """Return about how many tokens of the prompt a node need not compute."""
+        return max(self._held.get(node.node_id, 0), self._saved.get(node.node_id, 0))
 
     def _large_enough(self, role: Role, num_blocks: int) -> list[Node]:
         """Return the nodes in service that have the adapter and at least that many blocks."""
@@ -327,7 +347,9 @@ class _PairSearch:
         if prefill is not None:
             if (num_read := self._num_read(prefill)) > 0:
                 lender = self._lender(prefill, decode)
-            num_uncached = selection.num_tokens - self._cached.get(prefill.node_id, 0) - num_read
+            num_cached = self._cached.get(prefill.node_id, 0) + num_read
+            num_cached = max(num_cached, round(self._saved.get(prefill.node_id, 0)))
+            num_uncached = selection.num_tokens - num_cached
             given.append((prefill, ReservedLoad(num_uncached, 1, selection.is_suspect)))
         if decode is not None:
             given.append((decode, _decode_load(decode, selection, self._likely_tokens)))

@@ -7,6 +7,7 @@ back. The registry never chooses a node and never sends to one: it returns the c
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import get_args
 
 import msgspec
 
@@ -24,6 +25,7 @@ from baton.protocol.messages import (
     Ready,
     Role,
     Starting,
+    TierName,
     Totals,
 )
 from baton.protocol.pairing import pair_problem
@@ -211,6 +213,7 @@ class Registry:
         self._lost: dict[NodeId, Node] = {}  # nodes that left without notice, oldest first
         self.pairs = Pairs()
         self.caches = CacheIndex()
+        self.tiers: dict[TierName, CacheIndex] = {name: CacheIndex() for name in get_args(TierName)}
         self.version = 0  # grows whenever an attempt that found no node may find one
         self.num_releases = 0  # grows whenever this router gives a node less to do
         # Every request needs these, so they are cached until the state of a node changes.
@@ -296,7 +299,10 @@ class Registry:
     def hears_cache(self, peer: NodeId, changes: CacheChanges) -> bool:
         """Note a node's cached blocks. Return False if changes were missed."""
         node = self._nodes.get(peer)
-        return node is None or node.info is None or self.caches.hear(peer, changes)
+        if node is None or node.info is None:
+            return True
+        index = self.caches if changes.tier is None else self.tiers[changes.tier]
+        return index.hear(peer, changes)
 
     def holds(self, peer: NodeId, loras: Iterable[str], *, are_all: bool = False) -> None:
         """Note adapters of run time that a node has; all of them, or some more."""
@@ -321,7 +327,8 @@ class Registry:
             self.pairs.forget(node.process)
             for other in self._nodes.values():
                 other.obstacles.pop(peer, None)
-        self.caches.forget(peer)
+        for index in (self.caches, *self.tiers.values()):
+            index.forget(peer)
         self.changed()
         if node is None or node.info is None:
             return []

@@ -20,7 +20,7 @@ from baton.kv_transfer.interfaces import (
 )
 from baton.node.scheduling import prefix_reads
 from baton.node.scheduling.tiers import MAX_SAVES, RETRY_S
-from baton.protocol.blocks import NO_HASH, block_hashes, pack_hashes, unpack_hashes
+from baton.protocol.blocks import KEY_BYTES, NO_HASH, block_hashes, pack_hashes, unpack_hashes
 from baton.protocol.errors import Failure
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import TierName
@@ -321,6 +321,45 @@ def test_a_tier_that_was_filled_before_is_found(make):
     drive.launch()
     [load] = [event for event in drive.asked if isinstance(event, LoadPrefix)]
     assert load.parts[0].slots == (5, 4, 3, 2, 1)
+
+
+def announced(tier: TierDrive, now_s: float) -> dict[str | None, tuple[int, int]]:
+    """How many blocks routers hear that the cache and the tier have added and removed."""
+    changes = [change for _, change in tier.drive.pool.cache.journal.take(now_s)]
+    return {
+        change.tier: (len(change.added) // KEY_BYTES, len(change.removed) // KEY_BYTES)
+        for change in changes
+    }
+
+
+def test_routers_hear_what_a_tier_holds_apart_from_the_cache(make):
+    tier = saved(make, num_slots=8)
+    tier.drive.pool.cache.watch(1)
+    tier.tiers.watch(1)
+    assert announced(tier, 0.0) == {None: (0, 0), "folder": (5, 0)}
+    adds(tier.drive, "s", OTHER)
+    assert tier.saves_all() == 5
+    assert announced(tier, 1.0) == {None: (5, 0), "folder": (5, 2)}
+    tier.tiers.reset()
+    assert announced(tier, 2.0) == {"folder": (0, 8)}
+
+
+def test_a_router_that_watches_before_a_tier_opens_hears_of_it():
+    drive = prefill_drive()
+    drive.pool.cache.watch(1)
+    tier = TierDrive(drive)
+    adds(drive, "a", PROMPT)
+    assert tier.saves_all() == 5
+    assert announced(tier, 0.0) == {None: (5, 0), "folder": (5, 0)}
+
+
+def test_a_short_rest_of_a_prompt_is_computed_by_a_decode_node_that_has_a_tier():
+    tier = saved(decode_drive)
+    message = msgspec.structs.replace(local("r", PROMPT), max_uncached_tokens=4)
+    tier.drive.scheduler.add(0.0, 0, message)
+    tier.loads()
+    tier.drive.run()
+    assert tier.drive.output("r", PROMPT) == continuation(PROMPT, 8)
 
 
 def test_memory_is_read_before_the_folder_and_both_make_one_prefix():

@@ -623,3 +623,37 @@ def test_no_pair_of_any_two_hosts_is_cheaper_than_the_chosen_one(nodes):
     pairs = [(one, two) for one in names for two in names if one[0] == "p" and two[0] == "d"]
     cheapest = min(pairs, key=lambda pair: order(*pair), default=None)
     assert choose(registry, place("a", 160), "never") == cheapest
+
+
+def with_folder(registry: Registry, **num_tokens: int) -> Registry:
+    """Let the folders of nodes hold so many tokens at the front of every prompt of `place`."""
+    for name, count in num_tokens.items():
+        keys = pack_keys(block_hashes(range(count), BLOCK_SIZE))
+        assert registry.hears_cache(NodeId(name), CacheChanges(0, keys, tier="folder"))
+    return registry
+
+
+def test_a_prompt_goes_where_a_tier_has_it_unless_a_pool_does():
+    registry = with_folder(cluster(*PAIRS), p1=180)
+    assert choose(registry, place("a", 200), "never") == ("p1", "d0")
+    registry = with_folder(holding(cluster(*PAIRS), p0=180), p1=180)
+    assert choose(registry, place("a", 200), "never") == ("p0", "d0")
+    registry = with_folder(holding(cluster(*PAIRS), p0=100), p1=180)
+    assert choose(registry, place("a", 200), "never") == ("p1", "d0")
+    registry = with_folder(cluster(*PAIRS), p1=40)
+    assert choose(registry, place("a", 200), "never") == ("p0", "d0"), "it is not worth a read"
+
+
+def test_a_decode_node_may_compute_what_it_lacks_of_a_folder():
+    registry = with_folder(cluster(*PAIRS), d1=196)
+    assert choose(registry, place("a", 200)) == (None, "d1")
+
+
+def test_a_missed_change_of_a_tier_is_noticed_and_its_node_takes_it_along():
+    registry = with_folder(holding(cluster(*PAIRS), p1=60), p1=180)
+    assert registry.hears_cache(NodeId("p1"), CacheChanges(1))
+    assert not registry.hears_cache(NodeId("p1"), CacheChanges(2, tier="folder"))
+    registry = with_folder(cluster(*PAIRS), p1=180)
+    registry.gone(NodeId("p1"))
+    join(registry, node_info("p1", "prefill", "e1"))
+    assert choose(registry, place("a", 200), "never") == ("p0", "d0")
