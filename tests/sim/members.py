@@ -2,11 +2,13 @@
 
 import asyncio
 import itertools
+import os
 from collections.abc import Callable, Container, Iterable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 from baton.decode_node.scheduler import DecodeScheduler
 from baton.kv_transfer.connector import NodeConnector
+from baton.kv_transfer.stores import FolderStore
 from baton.kv_transfer.transports.addresses import ShmAddress
 from baton.node.executor import Executor
 from baton.node.heartbeat import HEARTBEAT_INTERVAL_S, HeartbeatThread, Vitals
@@ -40,13 +42,15 @@ from tests.sim.clock import Process
 from tests.sim.executor import BLOCK_BYTES, BLOCK_SIZE, NUM_HEADS, VOCAB, SimExecutor
 from tests.sim.network import SimChannels, world_call_at
 from tests.sim.rules import EOS, SimMasks
-from tests.sim.transports import Owner, SimNixl, SimPort, SimShm
+from tests.sim.tiers import RECORD_BYTES, SimTier
+from tests.sim.transports import Owner, SimNixl, SimPort, SimShm, SimTransport
 
 if TYPE_CHECKING:
     from tests.sim.world import World
 
 COMPILE_S = (0.0, 0.005, 0.05, 0.4)  # that a node's thread takes for a grammar
 DRAIN_S = 5.0
+FIRST_DOUBLE = 1000  # life of a node that uses the name of another
 
 T = TypeVar("T")
 
@@ -177,9 +181,14 @@ class SimNode(Member):
         self.pool = BlockPool(self.num_blocks, BLOCK_SIZE, state_blocks=world.state_blocks)
         own = world.pools[self.epoch] = Owner(process, self.executor, self.pool, self.num_ranks)
         kind = SimNixl if world.transport == "nixl" else SimShm
+        self.stores = [self._store(rank) for rank in range(self.num_ranks) if world.num_slots]
+        transports: list[list[SimTransport]] = [
+            [kind(world, own, rank)] for rank in range(self.num_ranks)
+        ]
+        for rank, store in enumerate(self.stores):
+            transports[rank].append(SimTier(world, own, rank, store))
         self.executor.ports = tuple(
-            SimPort(own, rank, kind(world, own, rank), world.rng, wake, verifies=world.verifies_kv)
-            for rank in range(self.num_ranks)
+            SimPort(own, rank, transports[rank], world, wake) for rank in range(self.num_ranks)
         )
         self.memory = own
         address = ShmAddress("host", f"@{self.epoch}", b"n" * 16, self.epoch).encode()
@@ -213,6 +222,17 @@ class SimNode(Member):
         self.sockets.ready(info)
         self.vitals.note(is_ready=True)
         self.wake()
+
+    def _store(self, rank: int) -> FolderStore:
+        """Open the files of a rank, which the lives of a node share. A double has others."""
+        world = self.world
+        is_double = self.life >= FIRST_DOUBLE
+        folder = world.disk / (f"{self.name}-{self.life}" if is_double else self.name)
+        folder.mkdir(exist_ok=True)
+        block_bytes = BLOCK_BYTES // self.num_ranks
+        num_bytes = world.num_slots * (block_bytes + RECORD_BYTES)
+        maker = self.model.encode().ljust(16)
+        return FolderStore(folder, f"rank{rank}", num_bytes, block_bytes, maker)
 
     def loop_with(
         self, pool: BlockPool, executor: Executor, links: EngineSockets, clock: Callable[[], float]
@@ -262,14 +282,27 @@ class SimNode(Member):
     def longest_prefix_wait_s(self) -> float:
         """Return how long a prompt has waited for blocks of another node, while it had others."""
         scheduler = self.scheduler
-        if not isinstance(scheduler, PrefillScheduler):
-            return 0.0
+        if isinstance(scheduler, PrefillScheduler):
+            waiting = [prompt.read for prompt in scheduler._computing.values()]
+        else:
+            assert isinstance(scheduler, DecodeScheduler)
+            waiting = [prompt.read for prompt in scheduler.queue.pending.values()]
         reads = [
-            handoff.read
-            for handoff in scheduler._computing.values()
-            if handoff.read is not None and len(handoff.read.landing) <= self.pool.num_free
+            read for read in waiting if read is not None and len(read.landing) <= self.pool.num_free
         ]
         return max((self.process.clock() - read.began_s for read in reads), default=0.0)
+
+    def check_tiers(self) -> None:
+        """Check that every slot is free, held or written, and no file is larger than its slots."""
+        saves = self.scheduler.tiers._saves.values()
+        written = [slot for save in saves for slot in save.command.slots]
+        for tier in self.scheduler.tiers.by_name.values():
+            slots = [*tier._slots.values(), *tier._free, *tier._orphans, *written]
+            if sorted(slots) != list(range(tier.num_slots)):
+                self.world.problem(f"{self.name} has lost slots, or uses some twice: {slots}")
+        for store in self.stores:
+            if os.fstat(store._blocks).st_size > store.num_slots * store._block_bytes:
+                self.world.problem(f"{self.name} keeps more blocks in a folder than it may")
 
     def check_ownership(self) -> None:
         """Check that every reference to a block has its owner."""
@@ -285,7 +318,6 @@ class SimNode(Member):
         if isinstance(scheduler, PrefillScheduler):
             for handoff in (*scheduler._computing.values(), *scheduler._holding.values()):
                 yield handoff.sequence.blocks
-            yield from scheduler._reads._draining.values()
         else:
             assert isinstance(scheduler, DecodeScheduler)
             for prompt in scheduler.queue.pending.values():
@@ -293,6 +325,8 @@ class SimNode(Member):
             for stream in (*scheduler._running.values(), *scheduler._leaving.values()):
                 yield stream.sequence.blocks
             yield from scheduler._prefixes._lent.values()
+        yield from scheduler._reads._draining.values()
+        yield scheduler.tiers.copying()
         for copies in (scheduler._copies._next, *(plan.copies for plan in self.loop._launched)):
             yield from copies
 

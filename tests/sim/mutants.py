@@ -6,6 +6,7 @@ A mutant that survives says what the simulation does not see.
 import math
 import random
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from unittest import mock
@@ -15,8 +16,10 @@ import zmq
 
 from baton.kv_transfer.agent import AgentTurns
 from baton.kv_transfer.bookkeeping import ReaderLease, Tombstones
-from baton.kv_transfer.interfaces import PrefixWanted
+from baton.kv_transfer.interfaces import Effects, PrefixWanted
 from baton.kv_transfer.receive import BlockRangeReads, KVReceive
+from baton.kv_transfer.stores import FolderStore
+from baton.kv_transfer.tier_loads import TierLoads, _Load
 from baton.node import loop
 from baton.node import router_channel as registration
 from baton.node import sockets as node_sockets
@@ -28,9 +31,10 @@ from baton.node.scheduling.prefix_reads import PrefixCosts, PrefixOffers
 from baton.node.scheduling.prompt_reads import PrefixReads
 from baton.node.scheduling.requests import Outputs
 from baton.node.scheduling.sequence import Sequence
+from baton.node.scheduling.tiers import TierIndex, Tiers
 from baton.node.sockets import EngineSockets, PeerName
 from baton.prefill_node.handoff import Handoff
-from baton.protocol.errors import NodeError
+from baton.protocol.errors import Failure, NodeError
 from baton.protocol.ids import Key
 from baton.protocol.messages import NodeInfo, Offered
 from baton.router.core import node_link, registry
@@ -43,7 +47,9 @@ from baton.router.http.api import large_bodies
 from baton.runtime.channels import dialer, listener
 from baton.runtime.channels.dialer import Dialer
 from baton.runtime.channels.wire import ConnectionChange
+from tests.sim import tiers as sim_tiers
 from tests.sim.clock import Process
+from tests.sim.members import SimNode
 from tests.sim.nemesis.schedule import Fault, faults_of
 from tests.sim.transports import SimShm
 from tests.sim.world import Result, simulate
@@ -140,6 +146,7 @@ def _take_peers_for_granted(sockets: EngineSockets, info: NodeInfo) -> None:
 
 
 _SLICE = Sequence.slice
+_SAVE_SOME = Tiers._save_some
 _SETTLED = EngineLoop._settled
 _CONNECT = Dialer._connect
 _DIAL = EngineSockets._dial
@@ -189,6 +196,30 @@ UNASKED: tuple[Patch, ...] = (
     (Dialer, "_ask", _ask_nothing),
     (registration, "JOINING_S", math.inf),
 )
+
+
+def _save_without_holding(tiers: Tiers, tier: TierIndex) -> None:
+    with mock.patch.object(BlockPool, "retain", _nothing):
+        _SAVE_SOME(tiers, tier)
+
+
+def _end_load_at_once(loads: TierLoads, load: _Load, failure: Failure, out: Effects) -> None:
+    load.failure = failure
+    for ticket in load.reads:
+        del loads._of_ticket[ticket]
+    load.reads.clear()
+    loads._end_if_complete(load, out)
+
+
+def _take_another_slot(tier: TierIndex) -> int:
+    tier.num_slots += 1
+    return tier.num_slots - 1
+
+
+def _sum_the_bytes_alone(_store: FolderStore, _block_hash: bytes, block: memoryview) -> int:
+    return zlib.crc32(block)
+
+
 MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     "free blocks before their reads have ended": ((KVReceive, "_fail", _finish_at_once),),
     "wait for the reads of one rank": ((BlockRangeReads, "have_all", _any_rank_has_all),),
@@ -230,6 +261,16 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     "compute where a broken read still lands": ((PrefixReads, "broken", _compute_where_it_lands),),
     "go on from a prefix that was only offered": ((PrefixReads, "offered", _count_as_read),),
     "wait for a prefix without a limit": ((PrefixCosts, "timeout_s", lambda *_: 600.0),),
+    "save blocks that change": (
+        (Tiers, "_save_some", _save_without_holding),
+        (Tiers, "_copied", _nothing),
+        (SimNode, "check_ownership", _nothing),
+        (sim_tiers, "WORK_S", (0.3, 1.0)),
+    ),
+    "save more blocks than a folder may have": ((TierIndex, "take_slot", _take_another_slot),),
+    "serve damaged blocks": ((FolderStore, "_checksum", lambda *_: 0),),
+    "serve what another hash names": ((FolderStore, "_checksum", _sum_the_bytes_alone),),
+    "compute where a late load still lands": ((TierLoads, "_fail", _end_load_at_once),),
     "end for want of memory": ((dialer, "_why_unsent", _raise_other_errors),),
     "end for want of descriptors": ((EngineSockets, "_dial", _take_peers_for_granted),),
     "tell the time by the wall clock": ((Process, "clock", _wall_clock),),
@@ -259,6 +300,9 @@ SHOWN_BY: Mapping[str, tuple[str, ...]] = {
     "blame requests for a killed rank": ("kill ranks",),
     "try one key alone": ("exchange keys",),
     "believe transports": ("lie",),
+    "serve damaged blocks": ("damaged disk", "kill node"),
+    "serve what another hash names": ("damaged disk", "kill node"),
+    "compute where a late load still lands": ("slow disk",),
     "end for want of memory": ("no memory",),
     "end for want of descriptors": ("no descriptors", "kill node"),
 }

@@ -15,6 +15,8 @@ import msgspec
 import pytest
 
 from baton.kv_transfer.interfaces import (
+    BlocksCopied,
+    BlocksSaved,
     BlocksSummed,
     FromPeer,
     PeerDown,
@@ -22,6 +24,7 @@ from baton.kv_transfer.interfaces import (
     PeerUp,
     ReadDrained,
     ReadEnded,
+    SlotsHeld,
 )
 from baton.node import loop
 from baton.node.loop import EngineLoop
@@ -36,7 +39,16 @@ from tests.sim.nemesis.schedule import Fault
 from tests.sim.world import simulate
 
 FROM_LINKS = (FromRouter, RouterLost, FromPeer, PeerLost)
-FROM_RANKS = (PeerUp, PeerDown, ReadEnded, ReadDrained, BlocksSummed)
+FROM_RANKS = (
+    PeerUp,
+    PeerDown,
+    ReadEnded,
+    ReadDrained,
+    BlocksSummed,
+    SlotsHeld,
+    BlocksCopied,
+    BlocksSaved,
+)
 KINDS = {kind.__name__: kind for kind in (*FROM_LINKS, StepResult, *FROM_RANKS, Turned, Draining)}
 
 

@@ -8,11 +8,10 @@ compared, so only leases protect the reader.
 
 import asyncio
 import itertools
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from baton.kv_transfer.agent import AgentLimits, AgentTurns
 from baton.kv_transfer.interfaces import (
@@ -22,6 +21,7 @@ from baton.kv_transfer.interfaces import (
     BlockSlice,
     PeerRank,
     Read,
+    TierTransport,
 )
 from baton.node.scheduling.block_pool import BlockPool
 from baton.protocol.errors import NodeError, TransferError
@@ -47,6 +47,8 @@ class Owner:
     num_ranks: int
     dead_ranks: set[int] = field(default_factory=set)
     lies: bool = False  # what its transports read is not what they report
+    has_full_disk: bool = False
+    has_slow_disk: bool = False
 
     def heads(self, rank: int, offset: int, num_bytes: int) -> slice:
         """Return the slots of a block that a rank has in these bytes of it."""
@@ -149,12 +151,17 @@ class SimTransport:
     def _in(self, seconds: float, then: Callable[[], None]) -> None:
         world_call_at(self._world.loop, self._world.loop.time() + seconds, then)
 
-    def _copy(self, posted: _Posted) -> None:
+    def check_landing(self, posted: _Posted) -> None:
+        """Check that the blocks that a read writes are still those that it was given."""
         pool = self._own.pool
         local = posted.command.local
         is_kept = all(pool.references(block) or block in pool._quarantined for block in local)
         if not is_kept or pool.generations_of(local) != posted.generations:
             self._world.problem(f"a read of {self._own.process.name} lands in blocks of others")
+
+    def _copy(self, posted: _Posted) -> None:
+        self.check_landing(posted)
+        local = posted.command.local
         owner = posted.owner
         part = posted.part
         theirs = owner.heads(posted.command.peer.rank, part.remote_offset, part.num_bytes)
@@ -228,23 +235,26 @@ class SimPort:
         self,
         owner: Owner,
         rank: int,
-        transport: SimTransport,
-        rng: random.Random,
+        transports: Sequence[SimTransport],
+        world: "World",
         wake: Callable[[], None],
-        *,
-        verifies: bool,
     ) -> None:
+        """The first of `transports` reads from peers, the others are tiers."""
         process = owner.process
-        checksums = partial(owner.checksums, rank) if verifies else None
-        self._turns = AgentTurns([transport], LIMITS, process.clock, checksums)
+        checksums = partial(owner.checksums, rank) if world.verifies_kv else None
+        tiers = cast(Sequence[TierTransport], transports[1:])
+        self._turns = AgentTurns(transports[:1], LIMITS, process.clock, checksums, tiers)
         self._process = process
-        self._rng = rng
+        self._rng = world.rng
         self._wake = wake
         self._owner = owner
         self._rank = rank
         self._events: list[AgentEvent] = []
         self._due: asyncio.TimerHandle | None = None
-        transport.wake = lambda: process.call(self.pump)
+        for transport in transports:
+            transport.wake = lambda: process.call(self.pump)
+        if tiers:
+            self._pump_in(0.0)
 
     def fileno(self) -> int:
         return -1

@@ -5,6 +5,8 @@ import gc
 import math
 import random
 import secrets
+import shutil
+import tempfile
 import time
 import traceback
 from collections import Counter
@@ -12,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -86,12 +89,18 @@ class World:
         self.prefix_rng = random.Random(f"prefixes {seed}")
         # Prefill nodes read what decode nodes have cached.
         self.lends = self.prefix_rng.random() < 0.7 and lends and not state_blocks
+        # Nodes save what they have cached in slots of a folder, of which some are full soon.
+        self.tier_rng = random.Random(f"tiers {seed}")
+        self.num_slots = 0 if state_blocks else self.tier_rng.choice((0, 0, 6, 24, 200))
+        self.root = Context(0, -1, 0, None)
+        self.contexts: list[Context] = [self.root]  # whose numbers are in files
+        self.context_numbers: dict[int, int] = {}  # by their ids
+        self.disk = Path(tempfile.mkdtemp(prefix="baton-sim-"))
         self.least_prefix_s = self.prefix_rng.choice((0.02, 0.5, 3.0))  # that a prompt waits
         rng = self.rng
         self.network = Network(loop, rng, self.problem)
         self.port = Port(loop, rng)
         self.pools: Pools = {}
-        self.root = Context(0, -1, 0, None)
         self.problems: list[str] = []
         self.log: list[str] = []
         self.fates: Counter[str] = Counter()
@@ -194,6 +203,7 @@ class World:
             for node in (*self.nodes, *self.twins):
                 if not node.process.is_dead:
                     node.check_ownership()
+                    node.check_tiers()
                     self._check_whole(node)
                     self._check_offers(node)
                     self._check_prefixes(node)
@@ -417,12 +427,14 @@ def simulate_once(
     finally:
         for member in (*world.routers, *world.nodes, *world.twins):
             member.process.kill()
+        shutil.rmtree(world.disk)
         loop.close()
         asyncio.set_event_loop(None)
     for node in world.nodes:
         counts = node.pool.counts
         world.fates["prefix read"] += counts.prefix_read_tokens
         world.fates["prefix not read"] += counts.failed_prefix_reads
+        world.fates["folder read"] += counts.folder_hit_tokens
     gap_s = max(client.longest_gap_s for client in world.clients)
     return Result(
         seed,

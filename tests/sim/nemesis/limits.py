@@ -11,6 +11,7 @@ from tests.sim.http import Exchange
 from tests.sim.members import SimNode
 from tests.sim.network import SimChannels
 from tests.sim.routers import SimRouter, key_header
+from tests.sim.tiers import DAMAGES, damage
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -66,6 +67,28 @@ async def take_memory(world: "World", node: SimNode, router: SimRouter, seconds:
     process.is_out_of_memory = True
     await asyncio.sleep(seconds)
     process.is_out_of_memory = False
+
+
+async def fill_disk(_world: "World", node: SimNode, _router: SimRouter, seconds: float) -> None:
+    """Let a node write nothing more to its folder."""
+    memory = node.memory
+    memory.has_full_disk = True
+    await asyncio.sleep(seconds)
+    memory.has_full_disk = False
+
+
+async def slow_disk(_world: "World", node: SimNode, _router: SimRouter, seconds: float) -> None:
+    """Let a node's folder take seconds for everything."""
+    memory = node.memory
+    memory.has_slow_disk = True
+    await asyncio.sleep(seconds)
+    memory.has_slow_disk = False
+
+
+async def damage_disk(world: "World", node: SimNode, _router: SimRouter, _seconds: float) -> None:
+    """Damage the files of a node's folder."""
+    for store in node.stores:
+        damage(store, world.tier_rng.choice(DAMAGES), world.tier_rng.randrange(1 << 20))
 
 
 async def take_blocks(_world: "World", node: SimNode, _router: SimRouter, seconds: float) -> None:

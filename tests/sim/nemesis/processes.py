@@ -5,7 +5,7 @@ import contextlib
 from typing import TYPE_CHECKING, cast
 
 from baton.protocol.messages import PROTOCOL_VERSION
-from tests.sim.members import DRAIN_S, Member, SimNode
+from tests.sim.members import DRAIN_S, FIRST_DOUBLE, Member, SimNode
 from tests.sim.routers import SimRouter
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ async def start_other_version(
 
 async def double_node(world: "World", node: SimNode, _router: SimRouter, seconds: float) -> None:
     """Run another process of the same name, from a frozen one's place or refused."""
-    twin = SimNode(world, node.name, node.role, node.num_blocks, 1000 + len(world.twins))
+    twin = SimNode(world, node.name, node.role, node.num_blocks, FIRST_DOUBLE + len(world.twins))
     world.twins.append(twin)
     twin.start()
     await asyncio.sleep(seconds)
