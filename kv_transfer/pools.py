@@ -98,8 +98,15 @@ class HostPool:
         """Return the blocks as writable bytes."""
         return self._file[: self.shape.pool_bytes]
 
-    def block(self, block: int) -> memoryview:
-        """Return the writable bytes of a block."""
+    def copies(self, block_ids: Sequence[int]) -> list[memoryview]:
+        """Return copies of settled blocks. Only the agent's thread calls it."""
+        return [memoryview(bytes(self._block(block))) for block in block_ids]
+
+    def fill(self, block: int, read: Callable[[memoryview], None]) -> None:
+        """Let `read` write the bytes of a block. Any one thread may call it."""
+        read(self._block(block))
+
+    def _block(self, block: int) -> memoryview:
         start = block * self.shape.block_bytes
         return self._file[start : start + self.shape.block_bytes]
 
@@ -247,6 +254,17 @@ class PeerMemory(Protocol):
         """Return those of slices of the local pool, to which no step may be writing."""
         ...
 
+    def copies(self, block_ids: Sequence[int]) -> list[memoryview]:
+        """Return copies in host memory of blocks of the local pool. Raises `TransferError`."""
+        ...
+
+    def fill(self, block: int, read: Callable[[memoryview], None]) -> None:
+        """Copy what `read` writes to host memory into a block. Raises `TransferError`.
+
+        One thread calls it, which is not the agent's.
+        """
+        ...
+
 
 @dataclass(slots=True, frozen=True)
 class DevicePool:
@@ -256,12 +274,23 @@ class DevicePool:
     table: HostPool
     peers: PeerMemory
 
+    @property
+    def shape(self) -> PoolShape:
+        return PoolShape(self.memory.num_blocks, self.memory.block_bytes)
+
+    def copies(self, block_ids: Sequence[int]) -> list[memoryview]:
+        """Return copies of settled blocks. Only the agent's thread calls it."""
+        return self.peers.copies(block_ids)
+
+    def fill(self, block: int, read: Callable[[memoryview], None]) -> None:
+        """Let `read` write the bytes of a block. One other thread may call it."""
+        self.peers.fill(block, read)
+
     def checksums(self, block_ids: Sequence[int], offset: int, num_bytes: int) -> tuple[int, ...]:
         """Return the checksum of a slice of each block. Only the agent's thread calls it."""
         part = BlockSlice(offset, offset, num_bytes)
-        shape = PoolShape(self.memory.num_blocks, self.memory.block_bytes)
         blocks = np.asarray(block_ids, np.int64)
-        return self.peers.checksums(slice_ids(blocks, shape, offset, part), num_bytes)
+        return self.peers.checksums(slice_ids(blocks, self.shape, offset, part), num_bytes)
 
     def close(self) -> None:
         self.table.close()

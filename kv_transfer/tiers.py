@@ -24,11 +24,11 @@ from baton.kv_transfer.interfaces import (
     SlotsHeld,
     tier_peer,
 )
-from baton.kv_transfer.pools import DevicePool, HostPool
+from baton.kv_transfer.pools import DevicePool, HostPool, available_bytes
 from baton.kv_transfer.stores import BlockStore, FolderStore, MemoryStore
 from baton.protocol.blocks import HASH_BYTES, unpack_hashes
 from baton.protocol.config import CacheConfig
-from baton.protocol.errors import InvariantBroken, TransferError
+from baton.protocol.errors import ConfigError, InvariantBroken, TransferError
 from baton.protocol.messages import RankAddress, TierName
 from baton.runtime.log import logger
 
@@ -46,14 +46,15 @@ def make_tiers(
 
     `maker` is equal for nodes whose blocks of equal hashes have equal bytes.
     """
-    if isinstance(pool, DevicePool):
-        if cache.kv_offloading_size or cache.folder:
-            log.warning("cache.kv_offloading_size and cache.folder have no effect on GPUs")
-        return []
     block_bytes = pool.shape.block_bytes
     tiers: list[Tier] = []
     if cache.kv_offloading_size:
         num_bytes = int(cache.kv_offloading_size * GIB) // num_ranks
+        if num_bytes > available_bytes():
+            raise ConfigError(
+                f"cached blocks of {num_bytes >> 20} MiB do not fit the {available_bytes() >> 20} "
+                "MiB of free memory; lower cache.kv_offloading_size"
+            )
         tiers.append(Tier("memory", MemoryStore(num_bytes, block_bytes), pool))
     if cache.folder:
         # Blocks that were read from nodes that compute other bits are in the pool, too.
@@ -79,7 +80,7 @@ class Tier:
     min_chunk_bytes = 0
     progress_s: float | None = None
 
-    def __init__(self, name: TierName, store: BlockStore, pool: HostPool) -> None:
+    def __init__(self, name: TierName, store: BlockStore, pool: HostPool | DevicePool) -> None:
         self.name: str = name
         self._peer = tier_peer(name)
         self._store = store
@@ -149,7 +150,12 @@ class Tier:
 
     def save(self, command: SaveBlocks) -> None:
         """Copy blocks now, and write the copies later."""
-        copies = [bytes(self._pool.block(block)) for block in command.block_ids]
+        try:
+            copies = self._pool.copies(command.block_ids)
+        except TransferError as error:
+            self._add_event(BlocksCopied(command.ticket))
+            self._add_event(BlocksSaved(command.ticket, error.to_failure()))
+            return
         self._add_event(BlocksCopied(command.ticket))
         write = partial(self._write, command, copies)
         self._submit(self._writer, partial(self._report, command.ticket, write))
@@ -197,10 +203,10 @@ class Tier:
             self._error = error
         self._add_event(BlocksSaved(ticket, failure))
 
-    def _write(self, command: SaveBlocks, copies: list[bytes]) -> None:
+    def _write(self, command: SaveBlocks, copies: list[memoryview]) -> None:
         hashes = unpack_hashes(command.hashes)
         for slot, block_hash, copy in zip(command.slots, hashes, copies, strict=True):
-            self._store.write(slot, block_hash, memoryview(copy))
+            self._store.write(slot, block_hash, copy)
 
     def _read(self, command: Read) -> None:
         """Read every slot, also after a bad one: the store then forgets all that are bad."""
@@ -208,7 +214,7 @@ class Tier:
         failure: TransferError | None = None
         for slot, block_hash, block in zip(command.remote, hashes, command.local, strict=True):
             try:
-                self._store.read(slot, block_hash, self._pool.block(block))
+                self._pool.fill(block, partial(self._store.read, slot, block_hash))
             except TransferError as error:
                 failure = error
             except OSError as error:

@@ -93,7 +93,7 @@ class RequestMetrics:
     arrival_time: float = 0.0  # seconds since the epoch of time.time()
     router_queue_s: float = 0.0  # from arrival until nodes were chosen
     queue_s: float = 0.0  # in the queue of the prefill node
-    prefix_read_s: float = 0.0  # for cached blocks of another node
+    prefix_read_s: float = 0.0  # for cached blocks of a tier or another node
     prefill_s: float = 0.0
     transfer_s: float = 0.0
     exposed_s: float = 0.0  # transfer after the last chunk was announced
@@ -106,7 +106,7 @@ class RequestMetrics:
     num_output_tokens: int = 0  # of all choices together
     num_received_tokens: int = 0  # those of them that another router had handed out
     num_cached_tokens: int = 0
-    num_read_tokens: int = 0  # of those, tokens that another node had cached
+    num_read_tokens: int = 0  # of those, tokens that a tier or another node had
     # Tokens that the router expected to be cached, at the last attempt.
     num_predicted_tokens: int = 0
     path: ServedBy | None = None

@@ -9,7 +9,7 @@ driver is called through ctypes because torch offers handles only as pickles.
 import ctypes
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 
@@ -92,6 +92,8 @@ class CudaPeerMemory:
         )  # type: ignore[call-overload]
         self.blocks: Tensor = whole  # [num_blocks + 1, words of a block] int32
         self.stream: torch.cuda.Stream | None = None
+        # What the thread that reads tiers has of its own: pinned memory of a block, and a stream.
+        self._filling: tuple[Tensor, torch.cuda.Stream] | None = None
         self.driver = CudaDriver()
         self._proof = secrets.token_bytes(PROOF_BYTES)
 
@@ -155,6 +157,35 @@ class CudaPeerMemory:
                 return checksums_of(self.blocks.view(-1, num_bytes // 4), slices)
         except (RuntimeError, torch.AcceleratorError) as error:
             raise TransferError(f"the GPU cannot sum blocks: {_first_line(error)}") from error
+
+    def copies(self, block_ids: Sequence[int]) -> list[memoryview]:
+        assert self.stream is not None, "the agent's thread entered"
+        try:
+            with torch.cuda.stream(self.stream):
+                rows = self.blocks[torch.tensor(block_ids, device=self.device)]
+                copied = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+                copied.copy_(rows, non_blocking=True)
+            # The caller gives the blocks back as soon as it has the copies.
+            self.stream.synchronize()
+        except (RuntimeError, torch.AcceleratorError) as error:
+            raise TransferError(f"the GPU cannot copy blocks: {_first_line(error)}") from error
+        return [row.numpy().data.cast("B") for row in copied]
+
+    def fill(self, block: int, read: Callable[[memoryview], None]) -> None:
+        try:
+            torch.cuda.set_device(self.device)
+            if self._filling is None:
+                staging = torch.empty_like(self.blocks[0], device="cpu", pin_memory=True)
+                stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+                self._filling = staging, stream
+            staging, stream = self._filling
+            read(staging.numpy().data.cast("B"))
+            with torch.cuda.stream(stream):
+                self.blocks[block].copy_(staging, non_blocking=True)
+            # The next block takes the same host memory, and the caller says that this one is there.
+            stream.synchronize()
+        except (RuntimeError, torch.AcceleratorError) as error:
+            raise TransferError(f"the GPU cannot take blocks: {_first_line(error)}") from error
 
 
 def checksums_of(blocks: Tensor, ids: NDArray[np.int64]) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ import mmap
 import os
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,15 @@ class MemfdMemory:
         assert self.thread == threading.get_ident(), "a thread without the GPU"
         starts = (int(number) * num_bytes for number in slices)
         return tuple(zlib.crc32(self.pool.buffer[at : at + num_bytes]) for at in starts)
+
+    def copies(self, block_ids: Sequence[int]) -> list[memoryview]:
+        assert self.thread == threading.get_ident(), "a thread without the GPU"
+        return self.pool.copies(block_ids)
+
+    def fill(self, block: int, read: Callable[[memoryview], None]) -> None:
+        staging = bytearray(self.pool.shape.block_bytes)
+        read(memoryview(staging))
+        self.pool.fill(block, lambda into: into.__setitem__(slice(None), staging))
 
     def open(self, handle: bytes, shape: PoolShape) -> "MemfdPool":
         assert self.thread == threading.get_ident(), "a thread without the GPU"
