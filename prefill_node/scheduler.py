@@ -249,16 +249,25 @@ class PrefillScheduler:
         return any(handoff.choices.overlaps(choices) for handoff in known)
 
     def _candidates(self, now_s: float) -> list[Handoff]:
-        """Return the prompts with tokens to plan, oldest first; admit while the budget lasts."""
+        """Return the prompts with tokens to plan, oldest first; admit while the budget lasts.
+
+        The prompts of the step after this one are admitted too if their first tokens are read, so
+        that those are here in time.
+        """
+        budget = self.limits.max_num_batched_tokens
         ready = [handoff for handoff in self._computing.values() if handoff.is_ready]
         tokens = sum(handoff.sequence.num_unplanned_tokens for handoff in ready)
-        while self._waiting and tokens < self.limits.max_num_batched_tokens:
+        while self._waiting:
             handoff = next(iter(self._waiting.values()))
+            is_in_time = tokens >= budget and self._reads.are_likely(handoff)
+            if tokens >= 2 * budget or not (tokens < budget or is_in_time):
+                break
             if not self._admit(now_s, handoff):
                 break
             del self._waiting[handoff.sequence.key]
             if handoff.is_ready:
                 ready.append(handoff)
+            if handoff.is_ready or is_in_time:
                 tokens += handoff.sequence.num_unplanned_tokens
         return ready
 

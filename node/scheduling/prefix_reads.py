@@ -91,9 +91,13 @@ class PrefixCosts:
         pace = self._reads.setdefault(source, _Pace(seconds / num_tokens, now_s))
         pace.learn(now_s, seconds / num_tokens)
 
+    def are_worth_it(self, num_tokens: int) -> bool:
+        """Return whether so many tokens may be read at all."""
+        return num_tokens >= MIN_READ_TOKENS
+
     def timeout_s(self, now_s: float, source: NodeId, num_tokens: int) -> float | None:
         """Return how long to wait for so many tokens; None if they should be computed."""
-        if num_tokens < MIN_READ_TOKENS:
+        if not self.are_worth_it(num_tokens):
             return None
         if self._compute is None:
             return FIRST_TIMEOUT_S

@@ -83,6 +83,16 @@ class PrefixReads:
             return
         self._fetch(now_s, prompt, num_held_blocks, hashes[:MAX_READ_BLOCKS])
 
+    def are_likely(self, prompt: ReadingPrompt) -> bool:
+        """Return whether a prompt that has no blocks yet will probably read some."""
+        if prompt.prefix_node is not None:
+            return True
+        size = self._pool.block_size
+        sequence = prompt.sequence
+        hashes = sequence.hash_blocks(size, sequence.num_reusable_tokens)
+        num_known = len(self._pool.cache.lookup(hashes)) * size
+        return self.costs.are_worth_it(self.num_held_tokens(sequence, num_known))
+
     def num_held_tokens(self, sequence: Sequence, num_known_tokens: int) -> int:
         """Return how many tokens after those of the pool the tiers hold."""
         size = self._pool.block_size

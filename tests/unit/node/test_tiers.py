@@ -170,6 +170,31 @@ def test_what_the_pool_has_lost_is_read_and_not_computed(make):
     assert tier.saves_all() == 0
 
 
+def test_blocks_are_read_before_their_prompt_has_its_turn():
+    tier = saved(prefill_drive)
+    drive = tier.drive
+    adds(drive, "a", list(range(400, 424)))
+    adds(drive, "b", list(range(500, 512)))
+    adds(drive, "r", PROMPT)
+    adds(drive, "s", PROMPT)
+    plan = drive.launch()
+    assert plan is not None
+    assert [part.key for part in plan.slices] == [key("a")]
+    assert not tier.asked(LoadPrefix), "another prompt comes before it"
+    drive.settle(plan)
+    plan = drive.launch()
+    assert plan is not None
+    assert [part.key for part in plan.slices] == [key("a"), key("b")]
+    [load] = tier.asked(LoadPrefix)
+    assert load.key == key("r"), "the prompts of more than a step are not admitted"
+    tier.lands(load)
+    tier.reports(KVReceived(load.key, (), 0, 0.0, 0.0))
+    drive.settle(plan)
+    drive.run()
+    [chunk] = [part for made in drive.plans for part in made.slices if part.key == key("r")]
+    assert (chunk.start, chunk.length) == (20, 1)
+
+
 def test_a_decode_node_says_what_it_read():
     tier = saved(decode_drive)
     drive = tier.drive
