@@ -335,7 +335,7 @@ class DecodeScheduler:
             if reason is not None:
                 break
         if done.num_guesses and stream.guesser is not None:
-            stream.guesser.learn(len(tokens) - 1, sequence.num_tokens)
+            stream.guesser.learn(done.num_guesses, len(tokens) - 1, sequence.num_tokens)
             self.pool.counts.spec_decode_draft_tokens += done.num_guesses
             self.pool.counts.spec_decode_accepted_tokens += len(tokens) - 1
         if stream.times is not None:

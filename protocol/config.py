@@ -42,7 +42,7 @@ Convert = Literal["auto", "none", "embed", "classify"]
 Device = Literal["auto", "cpu", "cuda"]
 KVCacheDtype = Literal["auto", "fp8"]
 KernelChoice = Literal["auto", "compiled", "torch"]
-SpeculativeMethod = Literal["ngram", "mtp"]
+SpeculativeMethod = Literal["ngram", "mtp", "eagle3"]
 GraphChoice = Literal["all", "prompts", "none"]
 TransportChoice = Literal["auto", "shm", "cuda_ipc", "nixl"]
 PrefixReads = Literal["off", "equal", "any"]
@@ -313,10 +313,13 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         SpeculativeMethod,
         about(
             "what guesses tokens, the same on all nodes: ngram takes what followed a sequence's "
-            "last tokens before, and mtp is the layer in the model's own folder that predicts "
-            "further tokens"
+            "last tokens before, mtp is the layer in the model's own folder that predicts further "
+            "tokens, and eagle3 a draft in engine.speculative_model"
         ),
     ] = "ngram"
+    speculative_model: Annotated[
+        str, about("folder of an EAGLE-3 draft for the model", kind="path")
+    ] = ""
     prompt_lookup_max: Annotated[
         int, about("number of last tokens that a guess looks up first", "tokens", ge=1)
     ] = 4

@@ -54,6 +54,7 @@ _OWN_NAMED = (
     "engine.max_num_seqs",
     "engine.num_speculative_tokens",
     "engine.speculative_method",
+    "engine.speculative_model",
     "node.id",
     "node.routers",
     "node.bind",
@@ -84,7 +85,8 @@ FOREIGN_FLAGS = {
     "--pipeline-parallel-size": "use --tensor-parallel-size, or more nodes",
     "--api-server-count": "use --router-processes",
     "--kv-transfer-config": "leave it out, because prefill and decode are always separate",
-    "--speculative-config": "use --num-speculative-tokens and --speculative-method",
+    "--speculative-config": "use --num-speculative-tokens, --speculative-method and "
+    "--speculative-model",
     "--disable-log-requests": "leave it out, because requests are not logged by default",
     "--seed": "send `seed` with a request",
     "--root-path": "let the proxy strip the prefix of the path",

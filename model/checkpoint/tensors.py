@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from baton.model.config.decoder_config import DecoderConfig
+from baton.model.config.decoder_config import DecoderConfig, EagleConfig
 from baton.model.config.expert_config import ExpertsConfig
 from baton.model.config.kinds_config import KindsConfig, LayerInputs
 from baton.model.config.latent_config import LatentConfig
@@ -239,6 +239,22 @@ class DraftTensors(msgspec.Struct, frozen=True):
             yield self.head, (self.vocab_size, self.norm.size)
 
 
+class EagleTensors(msgspec.Struct, frozen=True):
+    """The tensors of a folder with a draft of EAGLE-3."""
+
+    fused: LinearTensors  # of the streams that it takes
+    hidden_norm: NormTensor
+    layer: LayerTensors
+    norm: NormTensor
+    head: str
+    vocab_size: int  # of the draft
+
+    def shapes(self) -> Iterator[tuple[str, Shape]]:
+        for tensors in (self.fused, self.hidden_norm, self.layer, self.norm):
+            yield from tensors.shapes()
+        yield self.head, (self.vocab_size, self.norm.size)
+
+
 class DecoderTensors(msgspec.Struct, frozen=True):
     """All tensors that a decoder reads."""
 
@@ -375,6 +391,21 @@ def _draft(config: DecoderConfig, names: DraftNames, layout: ExpertLayout) -> Dr
     )
 
 
+def eagle_tensors(eagle: EagleConfig) -> EagleTensors:
+    """Return what a draft of EAGLE-3 reads from its folder."""
+    config = eagle.decoder
+    hidden = config.hidden_size
+    streams = Units(1, len(eagle.taps) * hidden)
+    return EagleTensors(
+        fused=LinearTensors(f"{eagle.prefix}fc", (Units(1, hidden),), streams),
+        hidden_norm=NormTensor(f"{config.prefix_of(0)}hidden_norm", hidden),
+        layer=_layer(config, 0, "apart"),
+        norm=NormTensor(f"{eagle.prefix}{config.names.last_norm}", hidden),
+        head=HEAD,
+        vocab_size=config.vocab_size,
+    )
+
+
 def _beside(experts: ExpertsConfig, layer: str, hidden: int) -> BesideTensors:
     names = {
         "mlp_norm": "post_feedforward_layernorm_1",
@@ -422,6 +453,8 @@ def _norms(config: DecoderConfig, number: int) -> dict[str, NormTensor]:
 
 def _qkv(config: DecoderConfig, number: int, attention: str) -> tuple[LinearTensors, ...]:
     hidden, (kv_heads, width) = Units(config.hidden_size), config.heads_of(number)
+    if config.joins_inputs:
+        hidden = Units(2 * config.hidden_size)
     is_gated = config.layers.has_output_gates
     queries = Units(config.num_heads, 2 * width if is_gated else width, is_rotated=True)
     keys = Units(kv_heads, width, is_rotated=True)

@@ -107,6 +107,8 @@ class DecoderConfig(msgspec.Struct, frozen=True):
     mlp: MlpNames = MlpNames()
     # The layer behind the others that drafts tokens, if it is wanted. Its number is `num_layers`.
     draft: DraftNames | None = None
+    eagle: "EagleConfig | None" = None  # the same from a folder of its own
+    joins_inputs: bool = False  # attention takes the embedding beside a hidden state
 
     @property
     def rotary_dim(self) -> int:
@@ -152,7 +154,11 @@ class DecoderConfig(msgspec.Struct, frozen=True):
             wide = self.num_stored(wide=True) * self.kinds.kv_heads * self.kinds.head_dim
             return self.num_stored() + math.ceil(wide / (self.num_kv_heads * self.head_dim))
         num_states = 0 if self.state is None else len(self.state.layers)
-        return self.num_layers - num_states + (self.draft is not None)
+        return self.num_layers - num_states + self.has_draft_head
+
+    @property
+    def has_draft_head(self) -> bool:
+        return self.draft is not None or self.eagle is not None
 
     def numbers_in_files(self, layer: int) -> tuple[int, int | None]:
         """Return which layers of the files have a layer's attention or state, and its MLP."""
@@ -162,12 +168,12 @@ class DecoderConfig(msgspec.Struct, frozen=True):
         """Return what the names of a layer's tensors begin with, attention or state and norms."""
         if self.draft is not None and layer == self.num_layers and self.draft.layer:
             return self.draft.layer
-        return f"model.layers.{self.numbers_in_files(layer)[0]}."
+        return self.names.layer.format(self.numbers_in_files(layer)[0])
 
     def mlp_prefix_of(self, layer: int) -> str:
         """Return the same of a layer's MLP."""
         number = self.numbers_in_files(layer)[1]
-        return f"model.layers.{number}." if self.blocks else self.prefix_of(layer)
+        return self.names.layer.format(number) if self.blocks else self.prefix_of(layer)
 
     def has_mlp(self, layer: int) -> bool:
         return self.numbers_in_files(layer)[1] is not None
@@ -206,7 +212,10 @@ class DecoderConfig(msgspec.Struct, frozen=True):
     @property
     def rotations(self) -> tuple[tuple[Rope, int], ...]:
         """Return the rotary embeddings of all layers, each once, and the widths of their tables."""
-        return tuple(dict.fromkeys(self.rotation_of(layer) for layer in range(self.num_layers)))
+        own = [self.rotation_of(layer) for layer in range(self.num_layers)]
+        if self.eagle is not None:
+            own += self.eagle.decoder.rotations
+        return tuple(dict.fromkeys(own))
 
     def rotation_of(self, layer: int) -> tuple[Rope, int]:
         width = self.heads_of(layer)[1] if self.latent is None else self.rotary_dim
@@ -224,6 +233,19 @@ class DecoderConfig(msgspec.Struct, frozen=True):
         return self.experts
 
 
+class EagleConfig(msgspec.Struct, frozen=True):
+    """A draft of EAGLE-3, in a folder of its own.
+
+    Its layer takes the joined streams before the layers `taps` of the model.
+    """
+
+    folder: str
+    decoder: DecoderConfig  # of one layer, with the draft's vocabulary
+    taps: tuple[int, ...]
+    prefix: str  # before the names of its tensors, but for that of its head
+    has_embedding: bool  # of its own
+
+
 def read_decoder_config(folder: Path) -> DecoderConfig:
     """Return a folder's decoder. Raises a one-line `ConfigError` that names file and field."""
     if not folder.is_dir():
@@ -233,6 +255,14 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         raise ConfigError(f"{folder} has no config.json; a Hugging Face model folder is needed")
     fields = read_fields(file)
     family, head = _family(file, converted(file, fields, ModelKind))
+    return decoder_config(folder, fields, family, head)
+
+
+def decoder_config(
+    folder: Path, fields: dict[str, object], family: Family, head: Head = "tokens"
+) -> DecoderConfig:
+    """Return the decoder that these fields of a folder's config.json describe."""
+    file = folder / "config.json"
     fields = family.with_defaults(fields)
     blocks: tuple[tuple[int, int | None], ...] = ()
     if family.has_lone_blocks:

@@ -3,7 +3,7 @@
 import msgspec
 
 from baton.kernels.constants import GELU_TANH
-from baton.model.families.family import ALWAYS, MROPE, Experts, Family, Windows
+from baton.model.families.family import ALWAYS, MROPE, Experts, Family, LayerNames, Windows
 
 _LLAVA = ("LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration")
 _INTERNVL = ("InternVLForConditionalGeneration",)
@@ -44,6 +44,19 @@ _GEMMA_4_UNIFIED = Family(
     has_scalar=True,
     windows=Windows(layers="pattern", period=6, has_own_rope=True),
     has_kinds=True,
+)
+
+# The drafts of EAGLE-3, whose one layer is Llama's with wider inputs. They are in folders of their
+# own, for models of any family.
+EAGLE_3 = Family(
+    title="EAGLE-3",
+    architecture="LlamaForCausalLMEagle3",
+    model_type="llama",
+    defaults={"max_position_embeddings": 2048},
+    qkv_bias="attention_bias",
+    output_bias="attention_bias",
+    mlp_bias="mlp_bias",
+    names=LayerNames(layer="midlayer."),
 )
 
 DENSE = (

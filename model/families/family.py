@@ -145,6 +145,7 @@ class LayerNames(msgspec.Struct, frozen=True):
     output: str = "o_proj"
     last_norm: str = "norm"
     attention: str = "self_attn"
+    layer: str = "model.layers.{}."  # with its number
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -122,7 +123,13 @@ class Decoder:
         return F.linear(hidden.float(), self.classifier)
 
     def hidden(
-        self, batch: Batch, rows: Tensor, backend: Backend, *, are_many: bool = False
+        self,
+        batch: Batch,
+        rows: Tensor,
+        backend: Backend,
+        *,
+        are_many: bool = False,
+        taps: "Taps | None" = None,
     ) -> Tensor:
         """Store the batch's keys and values; return what the head takes of `rows`.
 
@@ -135,7 +142,7 @@ class Decoder:
             self.replacements.embed(embedded, batch.token_ids, batch.adapted)
         if self.embedding_scale is not None:
             embedded = embedded * self.embedding_scale
-        x, _ = self.through(embedded, batch, rows, backend, are_many=are_many)
+        x, _ = self.through(embedded, batch, rows, backend, are_many=are_many, taps=taps)
         return x
 
     def through(
@@ -146,6 +153,7 @@ class Decoder:
         backend: Backend,
         *,
         are_many: bool = False,
+        taps: "Taps | None" = None,
     ) -> tuple[Tensor, Tensor]:
         """Let `[num_tokens, hidden]` go through the layers of a batch that has begun.
 
@@ -157,26 +165,29 @@ class Decoder:
         is_apart = batch.adapted is None and inputs is None
         adapted = batch.adapted
         by_rows = self.by_rows if is_apart else at_once
-        x, residual = self._into_attention(0, backend, adapted, embedded, None)
+        taps = taps or Taps(())
+        x, residual = self.into_attention(0, backend, adapted, embedded, None)
+        taps.note(0, residual)
         last = len(self.layers) - 1
         for number in range(last):
-            x = self._attend(number, backend, batch.positions, x)
+            x = self.attend(number, backend, batch.positions, x)
             own = None if inputs is None else inputs[number]
             work = partial(self._to_next, number, backend, adapted, own)
             x, residual = by_rows(work, x, residual)
-        x = self._attend(last, backend, batch.positions, x, None if are_many else rows)
+            taps.note(number + 1, residual)
+        x = self.attend(last, backend, batch.positions, x, None if are_many else rows)
         x = x[rows] if are_many else x
         if not len(rows):
             return residual[rows], residual[rows]
         own = None if inputs is None else inputs[last][rows]
-        work = partial(self._to_head, backend, batch.adapted_outputs, own)
+        work = partial(self.to_head, backend, batch.adapted_outputs, own)
         return by_rows(work, x, residual[rows])
 
     def scaled(self, x: Tensor) -> Tensor:
         """Return what a layer adds to the residual stream."""
         return x if self.residual_scale is None else x * self.residual_scale
 
-    def _attend(
+    def attend(
         self,
         number: int,
         backend: Backend,
@@ -214,9 +225,9 @@ class Decoder:
         """Compute from the attention of a layer to that of the next."""
         x, residual = self._after_attention(number, backend, adapted, x, residual)
         x, stream = self._ended(number, backend, inputs, x, residual)
-        return self._into_attention(number + 1, backend, adapted, x, stream)
+        return self.into_attention(number + 1, backend, adapted, x, stream)
 
-    def _to_head(
+    def to_head(
         self,
         backend: Backend,
         adapted: AdaptedRows | None,
@@ -239,7 +250,7 @@ class Decoder:
             return x, residual
         return end(x, residual, inputs, backend), None
 
-    def _into_attention(
+    def into_attention(
         self,
         number: int,
         backend: Backend,
@@ -279,3 +290,19 @@ class Decoder:
         if layer.mlp_output_norm is not None:
             x, _ = backend.add_rms_norm(x, None, layer.mlp_output_norm, self.eps)
         return x, residual
+
+
+@dataclass(slots=True)
+class Taps:
+    """The streams of all rows before some layers, as a step computes them."""
+
+    layers: tuple[int, ...]
+    streams: dict[int, Tensor] = field(default_factory=dict)
+
+    def note(self, layer: int, stream: Tensor) -> None:
+        if layer in self.layers:
+            self.streams[layer] = stream
+
+    def joined(self) -> Tensor:
+        """Return the streams side by side, `[num_tokens, num_layers * hidden]`."""
+        return torch.cat([self.streams[layer] for layer in self.layers], dim=1)

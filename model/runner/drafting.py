@@ -82,19 +82,19 @@ class Drafter:
     def __init__(
         self, head: DraftHead, backend: Backend, sampler: Sampler, block_size: int
     ) -> None:
-        self._head = head
+        self.head = head
         self._backend = backend
         self._sampler = sampler
         self._block_size = block_size
 
-    def drafts(self, slices: Sequence[Slice], hidden: Tensor, sampled: Sequence[int]) -> Tensor:
+    def drafts(self, slices: Sequence[Slice], states: Tensor, sampled: Sequence[int]) -> Tensor:
         """Return the drafts of all slices, one after the other, after storing the head's rows.
 
-        `hidden`, `[num_tokens, hidden]`, has a row for each token of the slices, and `sampled` an
+        `states`, `[num_tokens, hidden]`, has a row for each token of the slices, and `sampled` an
         id for each sample.
         """
         rows = _Rows(self._block_size)
-        before: list[int] = []  # the rows of `hidden` that they take; behind it are zeros
+        before: list[int] = []  # the states that they take; zeros are behind them
         last_rows: list[int] = []
         drafting: list[_Drafting] = []
         first = 0
@@ -107,7 +107,7 @@ class Drafter:
             start = part.start + 1
             if part.start == 0:  # nothing is before the first token
                 token_ids = [part.token_ids[0], *token_ids]
-                taken = [len(hidden), *taken]
+                taken = [len(states), *taken]
                 start = 0
             if token_ids:
                 rows.add(part, start, token_ids)
@@ -118,9 +118,9 @@ class Drafter:
             first += part.length
         if not rows.ids:
             return NO_ROWS
-        padded = torch.cat((hidden, hidden.new_zeros(1, hidden.shape[1])))
+        padded = torch.cat((states, states.new_zeros(1, states.shape[1])))
         wanted = torch.tensor(last_rows, dtype=torch.int64)
-        normed, states = self._head.forward(
+        normed, states = self.head.forward(
             rows.batch(), padded[torch.tensor(before)], wanted, self._backend
         )
         going = drafting
@@ -140,11 +140,11 @@ class Drafter:
         for one in drafting:
             rows.add(one.part, one.position, one.token_ids[-1:])
         every = torch.arange(len(drafting))
-        return self._head.forward(rows.batch(), states, every, self._backend)
+        return self.head.forward(rows.batch(), states, every, self._backend)
 
     def _sample(self, drafting: Sequence[_Drafting], normed: Tensor) -> None:
         """Add the next draft of each, from the head's last rows."""
-        logits = self._head.logits(normed, self._backend)
+        logits = self.head.logits(normed, self._backend)
         token_ids = self._sampler.sample_rows(logits, [one.sample for one in drafting])
         for one, token_id in zip(drafting, token_ids, strict=True):
             one.add(min(token_id, logits.shape[1] - 1))

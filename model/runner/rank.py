@@ -21,7 +21,7 @@ from baton.kv_transfer.agent import TransferAgent, make_port
 from baton.kv_transfer.interfaces import PoolMemory
 from baton.kv_transfer.pools import DevicePool, HostPool
 from baton.kv_transfer.tiers import make_tiers
-from baton.model.checkpoint.draft_files import SETTING, with_draft_head
+from baton.model.checkpoint.draft_files import METHOD, with_draft_head
 from baton.model.checkpoint.lora_files import (
     Adapter,
     check_takes_adapters,
@@ -314,7 +314,7 @@ def _described(config: ClusterConfig, folder: Path, num_ranks: int) -> AnyConfig
         check_split(decoder, num_ranks)
         return decoder
     if config.engine.has_draft_head:
-        raise ConfigError(f"{SETTING}: transformers' code drafts no tokens; use ngram")
+        raise ConfigError(f"{METHOD}: transformers' code drafts no tokens; use ngram")
     if num_ranks > 1:
         architecture, _ = check_for_transformers(folder)
         raise ConfigError(
@@ -368,7 +368,7 @@ def load_runner(
         )
     else:
         decoder = load_decoder(plan.decoder, checkpoint, ranks, place, progress, loras)
-        draft_head = load_draft_head(plan.decoder, checkpoint, ranks, place, progress, decoder)
+        draft_head = load_draft_head(plan.decoder, checkpoint, place, progress, decoder)
     progress("kv pool", 0, 1)
     if plan.device.type == "cuda":
         runner, device_pool = _on_gpu(plan, config, decoder, progress)
@@ -566,8 +566,8 @@ def _lacking_on_gpus(config: ClusterConfig, decoder: AnyConfig, num_ranks: int) 
     if num_ranks > 1 and num_ranks > (num_seen := len(gpus_of(0))):
         need = f"{num_ranks} ranks (engine.tensor_parallel_size) need one GPU each"
         return f"{need}, but this node sees {num_seen}"
-    if isinstance(decoder, DecoderConfig) and decoder.draft is not None:
-        return f"{SETTING}: only CPUs draft with a part of the model yet; use ngram"
+    if isinstance(decoder, DecoderConfig) and decoder.has_draft_head:
+        return f"{METHOD}: only CPUs draft with a part of the model yet; use ngram"
     if isinstance(decoder, DecoderConfig) and decoder.state is not None:
         return f"layers of {decoder.family} that keep a state have no CUDA kernel yet"
     if isinstance(decoder, DecoderConfig) and decoder.kinds is not None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from baton.model.layers.attention import AdaptedRows, Backend, Batch
+from baton.model.layers.decoder import Taps
 from baton.model.layers.linear import Linear
 from baton.model.loading.adapters import LoraLoader, PreparedAdapter
 from baton.model.runner.device_state import RING_TOKENS, DeviceTables
@@ -72,9 +73,18 @@ class StepDecoder(Protocol):
         ...
 
     def hidden(
-        self, batch: Batch, rows: Tensor, backend: Backend, *, are_many: bool = False
+        self,
+        batch: Batch,
+        rows: Tensor,
+        backend: Backend,
+        *,
+        are_many: bool = False,
+        taps: Taps | None = None,
     ) -> Tensor:
-        """Store the batch's keys and values; return what `logits` takes of `rows`."""
+        """Store the batch's keys and values; return what `logits` takes of `rows`.
+
+        `taps` get the streams for which they ask.
+        """
         ...
 
     def logits(
@@ -253,8 +263,8 @@ class Runner:
         are_many = inputs.targets is not None or len(pooled) > len(step.plan.slices)
         every = None
         if self.drafter is not None:
-            every = self._hidden_of_all(batch)
-            hidden = every[rows]
+            hidden, every = self._of_all_rows(batch, self.drafter)
+            hidden = hidden[rows]
         else:
             hidden = self.decoder.hidden(batch, rows, self.backend, are_many=are_many)
         if rows is sampled:
@@ -271,10 +281,13 @@ class Runner:
         sampled_ids = ids[:num_samples].tolist()
         return torch.cat([ids, self.drafter.drafts(step.plan.slices, every, sampled_ids)])
 
-    def _hidden_of_all(self, batch: Batch) -> Tensor:
+    def _of_all_rows(self, batch: Batch, drafter: Drafter) -> tuple[Tensor, Tensor]:
+        """Return what the model's head takes of all rows, and what that which drafts takes."""
         rows = torch.arange(batch.num_tokens)
         whole = replace(batch, adapted_outputs=batch.adapted)
-        return self.decoder.hidden(whole, rows, self.backend, are_many=True)
+        taps = Taps(drafter.head.tapped)
+        hidden = self.decoder.hidden(whole, rows, self.backend, are_many=True, taps=taps)
+        return hidden, drafter.head.states(hidden, taps)
 
     def _scored(self, step: PackedStep, inputs: StepInputs, hidden: Tensor) -> list[Tensor]:
         """Return the log probabilities of the tokens after the rows `hidden`, by slice."""

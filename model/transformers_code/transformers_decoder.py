@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_log
 from baton.model.batch_invariance.host_linears import MAX_HEAD_ROWS, HostLinears
 from baton.model.config.transformers_config import TransformersConfig, version
 from baton.model.layers.attention import AdaptedRows, Backend, Batch, Chunk, Scoring
+from baton.model.layers.decoder import Taps
 from baton.model.layers.linear import Linear
 from baton.model.layers.mlp import sigmoid
 from baton.model.loading.layer_weights import LinearMaker
@@ -238,9 +239,16 @@ class TransformersDecoder:
         raise InvariantBroken("a model that transformers computes has no classifier")
 
     def hidden(
-        self, batch: Batch, rows: Tensor, backend: Backend, *, are_many: bool = False
+        self,
+        batch: Batch,
+        rows: Tensor,
+        backend: Backend,
+        *,
+        are_many: bool = False,
+        taps: Taps | None = None,
     ) -> Tensor:
         """Store the batch's keys and values; return the last hidden state of `rows`."""
+        assert taps is None, "nothing drafts with a model that transformers computes"
         backend.begin(batch)
         self.attention.backend = backend
         with torch.no_grad(), self.bare or contextlib.nullcontext():

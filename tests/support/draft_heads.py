@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.support.checkpoints import scratch_folder, write_tokenizer
+from tests.support.checkpoints import model_folder, scratch_folder, write_tokenizer
 from tests.support.foreign_checkpoints import foreign_folder
+from tools.draft_head.draft import Draft, DraftShape
 
 NUM_LAYERS = 3  # of the model; the layer behind them drafts
 
@@ -121,3 +122,69 @@ class NextnReference:
         angles = self.base.rotary_emb(x, positions)
         out = layer(x, attention_mask=mask, position_ids=positions, position_embeddings=angles)
         return out if isinstance(out, Tensor) else out[0]
+
+
+def _draft() -> Draft:
+    """A random draft for `eagle_model`, with more than one row that matters."""
+    torch.manual_seed(3)
+    shape = DraftShape(1024, 128, 192, 4, 2, 32, 5e5, 1e-5, 8192, (0, 1, 3))
+    draft = Draft(shape)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            if weight.dim() > 1:
+                weight.normal_(0, 1.5 / weight.shape[1] ** 0.5)
+            else:
+                weight.add_(0.1 * torch.randn(weight.shape))
+    return draft
+
+
+def eagle_model() -> Path:
+    """The model for which `eagle_folder` drafts."""
+    return model_folder("qwen3", num_layers=4)
+
+
+@cache
+def eagle_folder(*, every: int = 1) -> Path:
+    """A random EAGLE-3 draft that knows each `every`th token, with its own embedding if not all."""
+    folder = scratch_folder("eagle")
+    _draft().write(folder)
+    if every == 1:
+        return folder
+    config = json.loads((folder / "config.json").read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    ids = torch.arange(0, config["vocab_size"], every)
+    config["draft_vocab_size"] = len(ids)
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][ids].clone()
+    tensors["d2t"] = ids - torch.arange(len(ids))
+    embedding = load_file(eagle_model() / "model.safetensors")["model.embed_tokens.weight"]
+    tensors["embed_tokens.weight"] = embedding
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+class EagleReference:
+    """What the draft of `eagle_folder` drafts in plain torch."""
+
+    def __init__(self, *, every: int = 1) -> None:
+        auto: Any = AutoModelForCausalLM
+        self.model = auto.from_pretrained(eagle_model(), dtype=torch.float32).eval()
+        self.draft = _draft()
+        self.every = every
+
+    def drafts(self, token_ids: list[int], count: int) -> list[int]:
+        with torch.inference_mode():
+            said = self.model(torch.tensor([token_ids]), output_hidden_states=True)
+            taps = [said.hidden_states[tap][0] for tap in self.draft.shape.taps]
+            fused = self.draft.fc(torch.cat(taps, dim=1))
+            states = [torch.zeros(fused.shape[1]), *fused[:-1]]
+            text = list(token_ids)
+            drafts: list[int] = []
+            for _ in range(count):
+                embedded = self.model.model.embed_tokens(torch.tensor([text]))
+                stream = self.draft.through(embedded, torch.stack(states)[None])[0, -1]
+                logits = self.draft.lm_head(self.draft.norm(stream))[:: self.every]
+                drafts.append(int(logits.argmax()) * self.every)
+                text.append(drafts[-1])
+                states.append(stream)
+        return drafts

@@ -19,7 +19,14 @@ from baton.protocol.messages import Decode, Tokens
 from baton.protocol.sampling import Sampling
 from tests.support.checkpoints import model_folder
 from tests.support.compute import compute_config, loaded
-from tests.support.draft_heads import NextnReference, knowing_folder, nextn_folder
+from tests.support.draft_heads import (
+    EagleReference,
+    NextnReference,
+    eagle_folder,
+    eagle_model,
+    knowing_folder,
+    nextn_folder,
+)
 from tests.support.drive import key
 from tests.support.foreign_checkpoints import foreign_folder
 from tests.support.oracle import prompt
@@ -35,10 +42,13 @@ LIMITS = NodeLimits(
 )
 
 
-def drafting(folder: Path) -> ClusterConfig:
+def drafting(folder: Path, eagle: Path | None = None) -> ClusterConfig:
     config = compute_config(folder)
     engine = msgspec.structs.replace(
-        config.engine, num_speculative_tokens=NUM_DRAFTS, speculative_method="mtp"
+        config.engine,
+        num_speculative_tokens=NUM_DRAFTS,
+        speculative_method="eagle3" if eagle else "mtp",
+        speculative_model=str(eagle or ""),
     )
     return msgspec.structs.replace(config, engine=engine)
 
@@ -102,11 +112,18 @@ def without_head(folder: Path, text: list[int], how: Sampling) -> list[int]:
     return served.texts["r"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "eagle3", "eagle3 of some tokens"])
 def test_drafts_are_those_of_plain_torch_whole_chunked_and_cached(kind):
     """The third prompt begins with blocks of the first one, and is longer than a chunk."""
-    reference = NextnReference(kind)
-    with loaded(drafting(nextn_folder(kind))) as runner:
+    reference: NextnReference | EagleReference
+    if kind in KINDS:
+        reference = NextnReference(kind)
+        config = drafting(nextn_folder(kind))
+    else:
+        every = 3 if kind.endswith("tokens") else 1
+        reference = EagleReference(every=every)
+        config = drafting(eagle_model(), eagle_folder(every=every))
+    with loaded(config) as runner:
         served = Served(runner)
         for name, length in (("whole", 20), ("chunked", 75), ("cached", 90)):
             served.add(name, prompt(length), sampling(12))
@@ -124,18 +141,19 @@ def test_drafts_are_those_of_plain_torch_whole_chunked_and_cached(kind):
         ("glm4_moe", 0.0, 2),
         ("glm4_moe", 0.8, 1),
         ("deepseek_v3", 0.8, 2),
-        ("glm4_moe_lite", 0.0, 1),
+        ("eagle3", 0.8, 1),
     ],
 )
 def test_tokens_do_not_depend_on_drafts(kind, temperature, depth):
     how = sampling(40, temperature)
     text = prompt(37)
-    with loaded(drafting(nextn_folder(kind))) as runner:
+    folder = eagle_model() if kind == "eagle3" else nextn_folder(kind)
+    with loaded(drafting(folder, eagle_folder() if kind == "eagle3" else None)) as runner:
         served = Served(runner)
         served.add("r", text, how)
         served.add("other", prompt(21, salt=1), how)
         served.run(depth)
-    assert served.texts["r"] == without_head(nextn_folder(kind), text, how)
+    assert served.texts["r"] == without_head(folder, text, how)
     assert served.pool.counts.spec_decode_draft_tokens > 0
     assert served.pool.num_owned == 0
 
@@ -169,6 +187,22 @@ def test_blocks_for_drafts_are_taken_while_there_are_enough(num_blocks):
     assert (lengths == [80, 81, 82, 83]) == (num_blocks == 128)
     assert max(lengths) >= 80
     assert served.pool.num_owned == 0
+
+
+def test_a_draft_that_does_not_fit_is_refused(tmp_path):
+    several_heads = model_folder("qwen3", num_kv_heads=4)
+    fewer_tokens = model_folder("qwen3", vocab_size=900)
+    cases = (
+        (eagle_model(), tmp_path / "none", "is not a folder"),
+        (model_folder("qwen3", num_layers=3), eagle_folder(), "the model has no layers"),
+        (several_heads, eagle_folder(), "num_kv_heads must be those of the model"),
+        (fewer_tokens, eagle_folder(), "the model has 900 tokens"),
+        (nextn_folder("deepseek_v3"), eagle_folder(), "no draft can share the blocks"),
+        (eagle_model(), model_folder("llama", num_layers=1), "has no tensor fc.weight"),
+    )
+    for folder, draft, reason in cases:
+        with pytest.raises(ConfigError, match=rf"engine\.speculative_model: .*{reason}"):
+            plan_rank(drafting(folder, draft), 1)
 
 
 def test_a_head_is_asked_for_where_there_is_none():

@@ -50,7 +50,7 @@ def test_wrong_guesses_make_pauses_that_grow_and_a_right_one_ends_them():
     pauses = []
     assert lookup.guesses(text) == (1, 2, 3)
     for _ in range(8):
-        lookup.learn(0, len(text))
+        lookup.learn(3, 0, len(text))
         num_before = len(text)
         text += [1, 2, 3]
         while not lookup.guesses(text):
@@ -59,7 +59,7 @@ def test_wrong_guesses_make_pauses_that_grow_and_a_right_one_ends_them():
     assert pauses == sorted(pauses)
     assert MAX_PAUSE <= pauses[-1] < MAX_PAUSE + 3
     assert pauses[0] == 3
-    lookup.learn(1, len(text))
+    lookup.learn(3, 1, len(text))
     text += [1]
     assert lookup.guesses(text)
 
