@@ -5,6 +5,7 @@ something was not installed or not built. Tests of GPUs and release tests may be
 """
 
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -33,6 +34,7 @@ settings.register_profile("release", settings.get_profile("baton"), max_examples
 settings.load_profile("baton")
 
 GPU_TESTS = Path(__file__).parent / "gpu"
+LAST_FILE = pytest.StashKey[Path]()  # of which a test ran
 
 
 @pytest.hookimpl(trylast=True)
@@ -92,6 +94,19 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Spare the garbage collector what earlier files have left.
+
+    A worker soon holds millions of objects (compiled kernels, libraries, tokenizers), and a
+    collection that visits them all takes a second. Some tests and simulated worlds ask for one.
+    """
+    if item.config.stash.get(LAST_FILE, None) != item.path:
+        item.config.stash[LAST_FILE] = item.path
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

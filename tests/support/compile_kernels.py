@@ -59,6 +59,8 @@ TYPES = {
 
 def main() -> None:
     warnings.simplefilter("error")
+    # Triton makes a syntax tree in a way that Python 3.13 and later frown upon.
+    warnings.filterwarnings("ignore", message="AnnAssign", category=DeprecationWarning)
     wanted = [name for name in sys.argv[1:] if name not in GPUS] or cases()
     reports = [
         {"case": case, **msgspec.structs.asdict(cubin), "blocks": cubin.blocks, "fits": cubin.fits}

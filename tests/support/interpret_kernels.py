@@ -2,7 +2,7 @@
 
 Triton decides at import whether it interprets, so it wants a process of its own, with
 `TRITON_INTERPRET=1`. It is given the names of cases, and says their outcomes and which kernels ran;
-or nothing, and runs a decoder on the CUDA backend beside the CPU backend.
+or names of `MODELS`, and runs their decoders on the CUDA backend beside the CPU backend.
 """
 
 import json
@@ -10,11 +10,14 @@ import sys
 import traceback
 import warnings
 from pathlib import Path
-from typing import ClassVar
+from types import FunctionType, ModuleType
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import triton.language as tl
 from torch import Tensor
+from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
 from baton.model.config.decoder_config import DecoderConfig
@@ -30,6 +33,21 @@ from tests.support.checkpoints import model_folder
 from tests.support.compute import Text, compute_config, loaded, logits, random_tokens
 from tests.support.foreign_checkpoints import foreign_folder
 from tests.support.interpreter_cases import interpreter_cases
+
+_WINDOW = {
+    "head_dim": 32,
+    "sliding_window": 16,
+    "layer_types": ("sliding_attention", "full_attention"),
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("qwen3", {}),
+    "latent": ("deepseek_v3", {"n_routed_experts": 4}),
+    "sparse": ("glm_moe_dsa", {"n_routed_experts": 4, "indexer_types": ("full", "shared")}),
+    "gemma2": ("gemma2", _WINDOW),
+    "gemma3_text": ("gemma3_text", _WINDOW),
+    "gpt_oss": ("gpt_oss", _WINDOW),
+}
+LANGUAGES = {"tl": tl, "core": tl.core}  # which a kernel, or a function of the language, sees
 
 
 def dot(
@@ -57,6 +75,30 @@ def fma(
     """`a * b + c` of floats, rounded once as on a GPU; the interpreter's own rounds twice."""
     exact = a.data.astype(np.float64) * b.data + c.data
     return TensorHandle(exact.astype(np.float32), c.dtype.scalar)
+
+
+class PatchesOnce:
+    """Gives kernels the interpreter's language once in a launch.
+
+    The interpreter itself looks through the whole language at every call of a function in a kernel,
+    which takes half of its time and changes nothing.
+    """
+
+    def __init__(self) -> None:
+        self._patch = interpreter._patch_lang
+        self._is_done: set[tuple[str, ...]] = set()
+
+    def begin(self) -> None:
+        """Begin a launch, at whose end the language is restored."""
+        self._is_done.clear()
+
+    def __call__(self, fn: FunctionType) -> object:
+        modules = {value for value in fn.__globals__.values() if isinstance(value, ModuleType)}
+        key = tuple(name for name, module in LANGUAGES.items() if module in modules)
+        if key in self._is_done:
+            return None
+        self._is_done.add(key)
+        return self._patch(fn)
 
 
 class NotingBackend(CudaBackend):
@@ -91,10 +133,11 @@ def beside_the_cpu(folder: Path) -> dict[str, object]:
         }
         one = Text("one", random_tokens(40, vocab=512), (5, 2, 9))
         two = Text("two", random_tokens(21, seed=1, vocab=512), (1, 7))
+        # Three blocks, of which the first has left the window; and the end of a block.
         batches = {
-            "a prompt": (one.chunk(0, 37),),
-            "decode beside a prompt": (one.chunk(37, 38), two.chunk(0, 20)),
-            "two that decode": (one.chunk(38, 39), two.chunk(20, 21)),
+            "a prompt": (one.chunk(0, 34),),
+            "decode beside a prompt": (one.chunk(34, 35), two.chunk(0, 6)),
+            "two that decode": (one.chunk(35, 36), two.chunk(6, 7)),
         }
         ordered = CudaBackend(
             torch.zeros_like(pool),
@@ -112,7 +155,7 @@ def beside_the_cpu(folder: Path) -> dict[str, object]:
                 theirs = torch.cat(logits(cpu, *batch))
                 error = (ours - theirs).abs().max() / theirs.abs().max()
                 errors[name + how] = float(error)
-        stored = (pool - cpu.cache.pool)[[5, 2, 9, 1, 7]].abs().max() / pool.abs().max()
+        stored = (pool - cpu.cache.pool)[[5, 2, 9, 1]].abs().max() / pool.abs().max()
     return {"errors": errors | {"what is stored": float(stored)}, "warm_up": warm}
 
 
@@ -124,28 +167,22 @@ def index_over(decoder: DecoderConfig, keys: Tensor | None) -> IndexPool | None:
     return IndexPool(torch.zeros_like(keys), index.num_heads, index.num_chosen)
 
 
-def models() -> dict[str, Path]:
-    shape = {
-        "num_layers": 2,
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "sliding_window": 16,
-        "extra": json.dumps({"max_window_layers": 1}),
-    }
-    with warnings.catch_warnings(action="ignore"):
-        latent = foreign_folder("deepseek_v3", num_hidden_layers=2, n_routed_experts=4)
-        sparse = foreign_folder(
-            "glm_moe_dsa", num_hidden_layers=2, n_routed_experts=4, indexer_types=("full", "shared")
-        )
-        kinds = ("sliding_attention", "full_attention")
-        few = {"num_hidden_layers": 2, "head_dim": 32, "sliding_window": 16, "layer_types": kinds}
-        others = {
-            kind: foreign_folder(kind, **few) for kind in ("gemma2", "gemma3_text", "gpt_oss")
+def model_of(name: str) -> Path:
+    """Return the folder of a small model of `MODELS`."""
+    if name == "dense":
+        shape = {
+            "num_layers": 2,
+            "vocab_size": 512,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "sliding_window": 16,
+            "extra": json.dumps({"max_window_layers": 1}),
         }
-    heads = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
-    dense = model_folder("qwen3", **shape, **heads)  # type: ignore[arg-type]
-    return {"dense": dense, "latent": latent, "sparse": sparse, **others}
+        heads = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
+        return model_folder("qwen3", **shape, **heads)  # type: ignore[arg-type]
+    kind, fields = MODELS[name]
+    with warnings.catch_warnings(action="ignore"):
+        return foreign_folder(kind, num_hidden_layers=2, **fields)
 
 
 def main() -> None:
@@ -159,14 +196,17 @@ def main() -> None:
     outcomes: dict[str, str | None] = {}
     ran: set[str] = set()
     run = GridExecutor.__call__
+    patches = PatchesOnce()
+    interpreter._patch_lang = patches
 
     def noting(self: GridExecutor, *arguments: object, **named: object) -> object:
         ran.add(self.fn.__name__)
+        patches.begin()
         return run(self, *arguments, **named)
 
     GridExecutor.__call__ = noting
-    if not sys.argv[1:]:
-        print(json.dumps({name: beside_the_cpu(folder) for name, folder in models().items()}))
+    if MODELS.keys() & sys.argv:
+        print(json.dumps({name: beside_the_cpu(model_of(name)) for name in sys.argv[1:]}))
         return
     cases = interpreter_cases()
     for name in sys.argv[1:]:

@@ -100,6 +100,9 @@ def interpreter_cases() -> dict[str, Callable[[], str]]:
         ),
         "fp8 pool, caps and sinks": lambda: check_fp8_pool(_with(cut, **caps), "cpu"),
         "latent fp32": lambda: check_latent(latent, "cpu", 8, 9),
+        "latent fp32 short": lambda: check_latent(
+            _with(latent, contexts=(530, 5), queries=(22, 5)), "cpu", 8, 9
+        ),
         "latent bf16": lambda: check_latent(
             _with(
                 latent,

@@ -26,7 +26,7 @@ QUICK = (
     "fp8",
     "experts fp32",
     "sum of experts",
-    "latent fp32",
+    "latent fp32 short",
     "latent store",
     "sparse fp32",
     "blocks bf16",

@@ -31,7 +31,7 @@ from tests.support.drive import key
 from tests.support.graph_stand_in import BLOCK_SIZE, SHAPE, RecordingQueue, stand_in
 
 NUM_BLOCKS = 48
-NUM_SCHEDULES = int(os.environ.get("BATON_SCHEDULES", "40"))  # of about five sequences
+NUM_SCHEDULES = int(os.environ.get("BATON_SCHEDULES", "16"))  # of about five sequences
 EOS = tuple(range(0, SHAPE.vocab_size, 16))
 LIMITS = NodeLimits(16, 6, 40, EOS, SHAPE.vocab_size)
 GUESSING = msgspec.structs.replace(LIMITS, num_speculative_tokens=3, prompt_lookup_min=1)
