@@ -10,7 +10,6 @@ import contextlib
 import secrets
 import time
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -20,16 +19,13 @@ from aiohttp import web
 from baton.protocol.adapters import shown_lora
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, Overloaded, RequestError
-from baton.protocol.sampling import SamplingParams
 from baton.router.core.admission import check_num_logprobs
 from baton.router.core.health import ServedModel
-from baton.router.core.received import ReceivedPart
 from baton.router.core.request import Caller
 from baton.router.core.stream import RequestStream, Sink
 from baton.router.http.api.anthropic import MessageEvents
 from baton.router.http.api.event_ids import (
     EventIds,
-    ResumePoint,
     new_id,
     resume_point,
     wants_ids,
@@ -56,7 +52,6 @@ from baton.router.http.pooling_handlers import PoolingHandlers
 from baton.router.http.request_log import Running, counted_request
 from baton.router.outputs import CompletionOutput, RequestMetrics
 from baton.router.text.chat_template import ChatTemplate
-from baton.router.text.response_parser import Parsing
 from baton.router.text_router import TextRouter
 from baton.runtime.log import MAX_PROMPT_CHARS, clip, logger
 
@@ -70,40 +65,6 @@ MAX_SHOWN_IDS = 1 << 20
 MAX_TOKENS_BYTES = 4 * 1024 * 1024
 
 log = logger("router")
-
-
-@dataclass(slots=True)
-class Work:
-    """One HTTP request and the form of its response."""
-
-    parsed: ParsedRequest
-    writer: ResponseWriter
-    prompts: list[bytes]  # as token ids, each packed by `packed`
-    echoes: list[str]  # the text before each choice, per prompt; empty without `echo`
-    request_id: str  # the client's own, or the response's
-    point: ResumePoint | None = None  # where a stream begins that the client can resume
-    parsing: Parsing | None = None
-
-    @property
-    def params(self) -> SamplingParams:
-        params = self.parsed.params
-        if self.point is None:
-            return params
-        return msgspec.structs.replace(params, seed=self.point.seed)
-
-    @property
-    def received(self) -> tuple[ReceivedPart, ...]:
-        """Return what the client has of each choice, if it resumes a stream."""
-        return () if self.point is None else self.point.received
-
-    @property
-    def plain_prompts(self) -> list[ShownPrompt]:
-        """Return the prompts as the response shows them, without log probabilities."""
-        if not self.parsed.token_ids:
-            return [ShownPrompt(text) for text in self.echoes]
-        texts: Sequence[str | None] = self.echoes or [None] * len(self.prompts)
-        pairs = zip(texts, self.prompts, strict=True)
-        return [ShownPrompt(text, token_ids=unpacked(ids)) for text, ids in pairs]
 
 
 class Handlers:
@@ -177,15 +138,18 @@ class Handlers:
     async def _serve(self, request: web.Request, *, endpoint: Endpoint) -> web.StreamResponse:
         """Answer a POST, which resumes a broken stream if it has `Last-Event-ID`."""
         with counted_request(request, self._metrics) as running:
-            work = await self._submit(request, running, endpoint)
-            if not work.parsed.generates:
-                return await self._echo(request, work, running)
-            with blaming(work.parsed.sent):
-                encoder = _encoder(request, work, [one.metrics for one in running.streams])
-                if not work.parsed.is_streamed:
-                    return await self._whole(work, running, encoder)
-                await self._begun(work, running.streams, encoder)
-            return await self._relayed(request, work, running, encoder)
+            parsed, writer = await self._submit(request, running, endpoint)
+            metrics = [stream.metrics for stream in running.streams]
+            if not parsed.generates:
+                metrics = [_metrics_of(prompt) for prompt in parsed.packed_prompts]
+            encoder = _encoder(request, parsed, writer, metrics)
+            if not parsed.generates:
+                return await self._echo(request, parsed, running, encoder, metrics)
+            with blaming(parsed.sent):
+                if not parsed.is_streamed:
+                    return await self._whole(parsed, running, encoder)
+                await self._begun(parsed, running.streams, encoder)
+            return await self._relayed(request, parsed, running, encoder)
 
     def _refuse_if_draining(self) -> None:
         if self.is_draining:
@@ -197,7 +161,9 @@ class Handlers:
 
     # --- before submitting ----------------------------------------------------------------------
 
-    async def _submit(self, request: web.Request, running: Running, endpoint: Endpoint) -> Work:
+    async def _submit(
+        self, request: web.Request, running: Running, endpoint: Endpoint
+    ) -> tuple[ParsedRequest, ResponseWriter]:
         """Read the body and submit its prompts, which frees the memory of the body."""
         self._refuse_if_draining()
         model = self._engine.get_model_config()
@@ -205,50 +171,51 @@ class Handlers:
         max_bytes = self._bodies.limit(model, token_bytes)
         with self._bodies.room() as room:
             body = await self._bodies.read(request, room, max_bytes)
-            work = await self._prepare(request, body, endpoint, model)
+            parsed, writer = await self._prepare(request, body, endpoint, model)
             del body
-            running.request_id = work.request_id
-            caller = Caller.of(work.parsed.scope, request[TENANT])
+            running.request_id = request_id_of(request) or f"req-{secrets.token_hex(12)}"
+            received = () if writer.point is None else writer.point.received
+            caller = Caller.of(parsed.scope, request[TENANT])
             num_logprobs = 0
-            for index, prompt in enumerate(work.prompts if work.parsed.needs_nodes else ()):
+            for index, prompt in enumerate(parsed.packed_prompts if parsed.needs_nodes else ()):
                 if index:  # a long list of prompts must not delay other requests
                     await asyncio.sleep(0)
-                name = f"{work.writer.id}-{index}"
+                name = f"{writer.id}-{index}"
                 ids = unpacked(prompt)
                 if self._logs_prompts:
                     shown = self._engine.get_tokenizer().decode(
                         ids[:MAX_PROMPT_CHARS], skip_special_tokens=False
                     )
-                    log.info("prompt", request=work.request_id, text=clip(shown))
-                with blaming(work.parsed.sent):
+                    log.info("prompt", request=running.request_id, text=clip(shown))
+                with blaming(parsed.sent):
                     stream = await self._engine.submit(
-                        ids, work.params, name, work.parsing, caller, work.received
+                        ids, parsed.params, name, parsed.parsing, caller, received
                     )
                     stream.token_gaps = self._metrics.token_gaps
                     running.streams.append(stream)
-                    times = 1 if work.parsed.is_chat else work.params.n
+                    times = 1 if parsed.is_chat else parsed.params.n
                     num_logprobs += stream.num_prompt_logprobs * times
                     check_num_logprobs(num_logprobs)
-        return work
+        return parsed, writer
 
     async def _prepare(
         self, request: web.Request, body: bytes, endpoint: Endpoint, model: ServedModel
-    ) -> Work:
-        prepared = await self._work.prepare(endpoint, model, body, request[TENANT].name)
-        parsed = prepared.parsed
-        parsing = prepared.parsing
-        echoes = prepared.echoes
+    ) -> tuple[ParsedRequest, ResponseWriter]:
+        parsed = await self._work.prepare(endpoint, model, body, request[TENANT].name)
         self._metrics.ignored(parsed.ignored)
-        if sum(map(len, echoes)) * parsed.params.n > MAX_ECHO_CHARS:
+        if sum(map(len, parsed.echoes)) * parsed.params.n > MAX_ECHO_CHARS:
             text = f"prompt times n is longer than {MAX_ECHO_CHARS} characters: leave out echo"
             raise RequestError(text, param="echo")
-        num_ids = sum(map(num_packed, prepared.prompts)) * parsed.params.n
+        num_ids = sum(map(num_packed, parsed.packed_prompts)) * parsed.params.n
         if parsed.token_ids and num_ids > MAX_SHOWN_IDS:
             text = (
                 f"prompt times n has more than {MAX_SHOWN_IDS} tokens: leave out return_token_ids"
             )
             raise RequestError(text, param="return_token_ids")
-        point = resume_point(request, parsed, len(prepared.prompts))
+        point = resume_point(request, parsed)
+        if point is not None:
+            sampling = {**parsed.sampling, "seed": point.seed}
+            parsed = msgspec.structs.replace(parsed, sampling=sampling)
         writer = ResponseWriter(
             id=new_id(parsed.endpoint) if point is None else point.response_id,
             model=shown_lora(parsed.scope.lora) or model.name,
@@ -260,78 +227,86 @@ class Handlers:
             num_prompt_logprobs=parsed.num_prompt_logprobs,
             names_ids=parsed.names_ids,
             continuous_usage=parsed.continuous_usage,
-            form_param=parsed.form_param,
             system_fingerprint=system_fingerprint(model.fingerprint),
+            point=point,
         )
-        name = request_id_of(request) or f"req-{secrets.token_hex(12)}"
-        return Work(parsed, writer, prepared.prompts, echoes, name, point, parsing)
+        return parsed, writer
 
     # --- answering ------------------------------------------------------------------------------
 
-    async def _whole(self, work: Work, running: Running, encoder: Encoder) -> web.Response:
+    async def _whole(
+        self, parsed: ParsedRequest, running: Running, encoder: Encoder
+    ) -> web.Response:
         streams = running.streams
         for index, stream in enumerate(streams):
-            stream.send_to(self._sink(encoder, index * work.params.n))
+            stream.send_to(self._sink(encoder, index * parsed.params.n))
         await _all_ended(streams)
         metrics = [stream.metrics for stream in streams]
-        return await self._body(work, running, encoder, metrics)
+        return await self._body(parsed, running, encoder, metrics)
 
     async def _body(
         self,
-        work: Work,
+        parsed: ParsedRequest,
         running: Running,
         encoder: Encoder,
         metrics: Sequence[RequestMetrics],
     ) -> web.Response:
-        if work.params.prompt_logprobs is None:
+        if parsed.params.prompt_logprobs is None:
             body = encoder.whole(metrics)
         else:
             async with self._scoring:
-                await self._show_prompts(work, running.streams, encoder)
+                await self._show_prompts(parsed, running.streams, encoder)
                 body = await asyncio.to_thread(encoder.whole, metrics)
         running.outcome = "finished"
-        headers = _headers(work, metrics)
+        headers = _headers(running.request_id, metrics)
         return web.Response(body=body, content_type="application/json", headers=headers)
 
     async def _show_prompts(
-        self, work: Work, streams: Sequence[RequestStream], encoder: Encoder
+        self, parsed: ParsedRequest, streams: Sequence[RequestStream], encoder: Encoder
     ) -> None:
         """Show the prompts with their log probabilities, if they are wanted."""
-        if work.params.prompt_logprobs is None or not isinstance(encoder, ChunkEvents):
+        if parsed.params.prompt_logprobs is None or not isinstance(encoder, ChunkEvents):
             return
         tokenizer = self._engine.get_tokenizer()
-        spell = partial(tokenizer.spell, work.params.skip_special_tokens)
+        spell = partial(tokenizer.spell, parsed.params.skip_special_tokens)
 
         def shown() -> list[ShownPrompt]:  # in a thread, because there may be very many
-            texts: Sequence[str | None] = work.echoes or [None] * len(streams)
+            texts: Sequence[str | None] = parsed.echoes or [None] * len(streams)
             pairs = zip(texts, streams, strict=True)
             return [
-                work.writer.prompt(text, one.prompt_token_ids, one.prompt_logprobs() or [], spell)
+                encoder.writer.prompt(
+                    text, one.prompt_token_ids, one.prompt_logprobs() or [], spell
+                )
                 for text, one in pairs
             ]
 
         encoder.show(await asyncio.to_thread(shown))
 
-    async def _echo(self, request: web.Request, work: Work, running: Running) -> web.StreamResponse:
+    async def _echo(
+        self,
+        request: web.Request,
+        parsed: ParsedRequest,
+        running: Running,
+        encoder: Encoder,
+        metrics: Sequence[RequestMetrics],
+    ) -> web.StreamResponse:
         """Answer with the prompts alone, for `max_tokens` 0.
 
         Nodes take part only for log probabilities.
         """
         await _all_ended(running.streams)
         running.outcome = "finished"
-        metrics = [RequestMetrics(num_prompt_tokens=len(unpacked(ids))) for ids in work.prompts]
-        encoder = _encoder(request, work, metrics)
         outputs = [
             CompletionOutput(index, "", [], None, "length")
-            for index in range(len(work.echoes) * work.params.n)
+            for index in range(len(parsed.echoes) * parsed.params.n)
         ]
-        if not work.parsed.is_streamed:
+        if not parsed.is_streamed:
             for output in outputs:
                 encoder.take(output)
-            return await self._body(work, running, encoder, metrics)
-        await self._show_prompts(work, running.streams, encoder)
-        events = self._event_stream(request, work, encoder)
-        response = await events.open(request, _headers(work, metrics))
+            return await self._body(parsed, running, encoder, metrics)
+        await self._show_prompts(parsed, running.streams, encoder)
+        events = self._event_stream(request, parsed, encoder)
+        response = await events.open(request, _headers(running.request_id, metrics))
         for output in outputs:
             events.sink(0)(output)
         events.finish(metrics)
@@ -349,13 +324,15 @@ class Handlers:
 
         return take
 
-    async def _begun(self, work: Work, streams: Sequence[RequestStream], encoder: Encoder) -> None:
+    async def _begun(
+        self, parsed: ParsedRequest, streams: Sequence[RequestStream], encoder: Encoder
+    ) -> None:
         """Return once the first token of a response, or its first node, is known."""
         # An error can be an HTTP status until something is sent, so this waits for the first delta.
         # It does not leave the client in silence for long, except while the request waits for a
         # node, because then it may still get status 503.
         has_nodes = False
-        if work.params.prompt_logprobs is not None:
+        if parsed.params.prompt_logprobs is not None:
             for stream in streams:  # the first chunk has what nodes compute
                 await stream.changed()
             has_nodes = True
@@ -365,21 +342,25 @@ class Handlers:
                     await streams[0].changed()
                 break
             has_nodes = streams[0].metrics.num_attempts > 0
-        await self._show_prompts(work, streams, encoder)
+        await self._show_prompts(parsed, streams, encoder)
 
-    def _event_stream(self, request: web.Request, work: Work, encoder: Encoder) -> EventStream:
+    def _event_stream(
+        self, request: web.Request, parsed: ParsedRequest, encoder: Encoder
+    ) -> EventStream:
         has_ids = isinstance(encoder, ChunkEvents) and wants_ids(request)
-        return EventStream(encoder, work.params.n, self._metrics, self._silence_s, has_ids=has_ids)
+        return EventStream(
+            encoder, parsed.params.n, self._metrics, self._silence_s, has_ids=has_ids
+        )
 
     async def _relayed(
-        self, request: web.Request, work: Work, running: Running, encoder: Encoder
+        self, request: web.Request, parsed: ParsedRequest, running: Running, encoder: Encoder
     ) -> web.StreamResponse:
         """Send the headers, then what the streams bring."""
-        events = self._event_stream(request, work, encoder)
-        headers = _headers(work, [stream.metrics for stream in running.streams])
+        events = self._event_stream(request, parsed, encoder)
+        headers = _headers(running.request_id, [stream.metrics for stream in running.streams])
         response = await events.open(request, headers)
         try:
-            with blaming(work.parsed.sent):
+            with blaming(parsed.sent):
                 await events.relay(running.streams)
             running.outcome = "finished"
         except BatonError as error:
@@ -419,27 +400,45 @@ def request_id_of(request: web.Request) -> str:
     return given if is_fit else ""
 
 
-def _encoder(request: web.Request, work: Work, metrics: Sequence[RequestMetrics]) -> Encoder:
+def _encoder(
+    request: web.Request,
+    parsed: ParsedRequest,
+    writer: ResponseWriter,
+    metrics: Sequence[RequestMetrics],
+) -> Encoder:
     """Return what makes a response. `metrics` are those of each prompt, as they grow."""
-    writer = work.writer
-    is_streamed = work.parsed.is_streamed
-    match work.parsed.endpoint:
+    is_streamed = parsed.is_streamed
+    match parsed.endpoint:
         case "responses":
-            return ResponseEvents(writer, work.parsed.settings, is_streamed=is_streamed)
+            return ResponseEvents(writer, parsed.settings, is_streamed=is_streamed)
         case "messages":
             return MessageEvents(writer, metrics[0], is_streamed=is_streamed)
     return ChunkEvents(
         writer,
-        work.params.n,
-        work.plain_prompts,
+        parsed.params.n,
+        _plain_prompts(parsed),
         [one.num_prompt_tokens for one in metrics],
-        EventIds(writer.id, work.point) if wants_ids(request) else None,
+        EventIds(writer.id, writer.point) if wants_ids(request) else None,
         is_streamed=is_streamed,
     )
 
 
-def _headers(work: Work, metrics: Sequence[RequestMetrics]) -> dict[str, str]:
-    headers = {"X-Request-Id": work.request_id}
+def _metrics_of(prompt: bytes) -> RequestMetrics:
+    """Return the metrics of a packed prompt that no node computes, or without tokens."""
+    return RequestMetrics(num_prompt_tokens=num_packed(prompt))
+
+
+def _plain_prompts(parsed: ParsedRequest) -> list[ShownPrompt]:
+    """Return the prompts as the response shows them, without log probabilities."""
+    if not parsed.token_ids:
+        return [ShownPrompt(text) for text in parsed.echoes]
+    texts: Sequence[str | None] = parsed.echoes or [None] * len(parsed.packed_prompts)
+    pairs = zip(texts, parsed.packed_prompts, strict=True)
+    return [ShownPrompt(text, token_ids=unpacked(ids)) for text, ids in pairs]
+
+
+def _headers(request_id: str, metrics: Sequence[RequestMetrics]) -> dict[str, str]:
+    headers = {"X-Request-Id": request_id}
     clamped = clamped_to(metrics)
     if clamped is not None:
         headers["Baton-Max-Tokens"] = str(clamped)

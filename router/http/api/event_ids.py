@@ -78,16 +78,15 @@ def new_id(endpoint: Endpoint) -> str:
     return f"{_ID_PREFIXES[endpoint]}{secrets.token_hex(12)}"
 
 
-def resume_point(
-    request: web.Request, parsed: ParsedRequest, num_prompts: int
-) -> ResumePoint | None:
+def resume_point(request: web.Request, parsed: ParsedRequest) -> ResumePoint | None:
     """Return where a stream begins that its client can resume; None for other responses.
 
     Raises `RequestError` if the client wants to resume what it cannot.
     """
     num_choices = parsed.params.n
     is_plain = not parsed.echo and parsed.params.logprobs is None and parsed.endpoint in _CHUNKED
-    has_ids = parsed.is_streamed and num_prompts == 1 and is_plain and num_choices <= MAX_CHOICES
+    is_one = len(parsed.packed_prompts) == 1 and num_choices <= MAX_CHOICES
+    has_ids = parsed.is_streamed and is_one and is_plain
     event_id = request.headers.get(LAST_EVENT_ID)
     if event_id is not None and parsed.endpoint in _CHUNKED:
         point = ResumePoint.from_id(event_id)

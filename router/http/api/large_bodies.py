@@ -19,7 +19,6 @@ from baton.router.http.api.pooling_bodies import (
     pooled_prompts,
 )
 from baton.router.http.api.prepare import (
-    Prepared,
     parse_body,
     tokenized,
 )
@@ -46,7 +45,7 @@ class Job(msgspec.Struct, frozen=True):
     body: bytes
 
 
-Reply = Prepared | TokenResponse | PooledPrompts
+Reply = ParsedRequest | TokenResponse | PooledPrompts
 
 
 class BodyWork:
@@ -65,14 +64,14 @@ class BodyWork:
 
     async def prepare(
         self, endpoint: Endpoint, model: ServedModel, body: bytes, client: str
-    ) -> Prepared:
+    ) -> ParsedRequest:
         """Return what a client's body asks for. Raises `RequestError` or `Overloaded`."""
         if len(body) > SMALL_BYTES:
             prepared = await self._worked(Job(endpoint, model, self._format, body), client)
-            assert isinstance(prepared, Prepared)
+            assert isinstance(prepared, ParsedRequest)
             return prepared
-        parsed, parsing = parse_body(endpoint, body, model, self._format)
-        work = partial(tokenized, parsed, parsing, model, self._text, self._template)
+        parsed = parse_body(endpoint, body, model, self._format)
+        work = partial(tokenized, parsed, model, self._text, self._template)
         if _is_quick(parsed):
             return work()
         return await self._text.in_thread(len(body), work)
@@ -141,11 +140,10 @@ def main(arguments: list[str]) -> None:
                 return token_response(job.endpoint, job.body, job.model, text, template)
             case "embeddings" | "score" | "rerank":
                 return pooled_prompts(job.endpoint, job.body, job.model, texts)
-        parsed, parsing = parse_body(job.endpoint, job.body, job.model, job.model_format)
-        prepared = tokenized(parsed, parsing, job.model, text, template)
+        parsed = parse_body(job.endpoint, job.body, job.model, job.model_format)
+        prepared = tokenized(parsed, job.model, text, template)
         # What is large has done its part: the prompts, and the tools, which are in `parsing`.
-        rest = msgspec.structs.replace(parsed, prompts=(), tools=None)
-        return msgspec.structs.replace(prepared, parsed=rest)
+        return msgspec.structs.replace(prepared, prompts=(), tools=None)
 
     serve(int(descriptor), Job, answer)
 

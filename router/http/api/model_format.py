@@ -57,19 +57,19 @@ class ModelFormat(msgspec.Struct, frozen=True):
             reasoning = reasoning_format(config.reasoning_parser).name
         return cls(tools, reasoning)
 
-    def apply(self, parsed: ParsedRequest) -> tuple[ParsedRequest, Parsing | None]:
-        """Return a request in this format, and what to find in its response.
+    def apply(self, parsed: ParsedRequest) -> ParsedRequest:
+        """Return a request in this format, which says what to find in its response.
 
         Raises `RequestError` for tools that the model cannot call.
         """
         if not parsed.is_chat or (parsed.tools is None and not self.reasoning):
-            return parsed, None
+            return parsed
         parsing = Parsing(reasoning=self.reasoning, include_reasoning=parsed.include_reasoning)
         sampling = {**parsed.sampling}
         if self.reasoning == "openai_gptoss":  # channels are special tokens
             sampling["skip_special_tokens"] = False
         if (tools := parsed.tools) is None:
-            return msgspec.structs.replace(parsed, sampling=sampling), parsing
+            return msgspec.structs.replace(parsed, sampling=sampling, parsing=parsing)
         if not self.tools and not tools.is_required:
             text = (
                 "the model's chat template shows no tool calls in a format that this server "
@@ -85,13 +85,14 @@ class ModelFormat(msgspec.Struct, frozen=True):
             parsed = msgspec.structs.replace(parsed, form_param="tools")
         parsed = msgspec.structs.replace(parsed, sampling=sampling)
         _ = parsed.params  # min_tokens and ignore_eos are refused beside a form
-        return parsed, msgspec.structs.replace(
+        parsing = msgspec.structs.replace(
             parsing,
             tools=row.name,
             tool_names=() if row.trigger else tuple(tool.name for tool in tools.functions),
             schemas=_schemas_of(tools) if row.body == "parameters" else {},
             parallel_tool_calls=tools.parallel_tool_calls,
         )
+        return msgspec.structs.replace(parsed, parsing=parsing)
 
 
 def _check_names(tools: ToolUse, row: CallFormat) -> None:

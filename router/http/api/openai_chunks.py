@@ -13,8 +13,8 @@ import msgspec
 
 from baton.protocol import VERSION
 from baton.protocol.errors import BatonError
-from baton.router.http.api.event_ids import EventIds
-from baton.router.http.errors import FORM_PARAM, error_of
+from baton.router.http.api.event_ids import EventIds, ResumePoint
+from baton.router.http.errors import error_of
 from baton.router.outputs import (
     CompletionOutput,
     Logprob,
@@ -164,7 +164,7 @@ class ResponseWriter(msgspec.Struct, frozen=True):
     num_logprobs: int | None = None  # for how many of the likeliest tokens, if they are wanted
     num_prompt_logprobs: int | None = None  # the same in the field `prompt_logprobs`
     names_ids: bool = False  # log probabilities name ids instead of texts
-    form_param: str = FORM_PARAM  # the field that asked for a form
+    point: ResumePoint | None = None  # where a stream begins that the client can resume
 
     def opening(self, index: int, num_prompt_tokens: int, prompt: ShownPrompt) -> bytes:
         """Return the first chunk of a choice of a chat."""
@@ -377,7 +377,7 @@ class ChunkEvents:
         "_prompts",
         "_templates",
         "_whole",
-        "_writer",
+        "writer",
     )
 
     def __init__(
@@ -392,7 +392,7 @@ class ChunkEvents:
     ) -> None:
         """Begin where the client stands that resumes a stream, by `ids`, if events have any."""
         self._whole = None if is_streamed else Merged(num_choices * len(num_prompt_tokens))
-        self._writer = writer
+        self.writer = writer
         self._num_choices = num_choices
         self._prompts = prompts
         self._num_prompt_tokens = num_prompt_tokens
@@ -423,7 +423,7 @@ class ChunkEvents:
         return opening + self._event(template.fill(delta))
 
     def ending(self, metrics: Sequence[RequestMetrics]) -> bytes:
-        closing = None if self._has_usage else self._writer.closing(metrics)
+        closing = None if self._has_usage else self.writer.closing(metrics)
         usage = b"" if closing is None else self._event(closing, b"/u")
         return usage + self._event(_DONE, b"/d")
 
@@ -432,19 +432,19 @@ class ChunkEvents:
 
     def whole(self, metrics: Sequence[RequestMetrics]) -> bytes:
         assert self._whole is not None, "a stream has no body"
-        return self._writer.whole(self._whole.outputs(), metrics, self._prompts)
+        return self.writer.whole(self._whole.outputs(), metrics, self._prompts)
 
     def _begin(self, index: int) -> tuple[bytes, ChunkTemplate]:
         """Return the first event of a choice and what makes the others."""
         prompt = index // self._num_choices
         opening = b""
         num_prompt_tokens = self._num_prompt_tokens[prompt]
-        template = self._templates[index] = self._writer.chunks(index, num_prompt_tokens)
+        template = self._templates[index] = self.writer.chunks(index, num_prompt_tokens)
         shown = self._prompts[prompt] if self._prompts else ShownPrompt()
-        if self._writer.is_chat:
+        if self.writer.is_chat:
             if self._ids is not None:
                 self._ids.begin(index)
-            opening = self._event(self._writer.opening(index, num_prompt_tokens, shown))
+            opening = self._event(self.writer.opening(index, num_prompt_tokens, shown))
             return opening, template
         if shown.token_ids is not None:
             template.show_prompt(shown.token_ids)

@@ -23,7 +23,6 @@ from baton.router.http.api.schema import (
 from baton.router.http.errors import blaming
 from baton.router.text.chat_template import ChatTemplate
 from baton.router.text.grammars import form_of
-from baton.router.text.response_parser import Parsing
 from baton.router.text.tokenizer import Text
 from baton.runtime.log import clip
 
@@ -35,19 +34,10 @@ _PARSERS: dict[Endpoint, Callable[[bytes, Mapping[str, object]], ParsedRequest]]
 }
 
 
-class Prepared(msgspec.Struct, frozen=True, tag=True):
-    """A checked body whose prompts are token ids, each packed by `packed`."""
-
-    parsed: ParsedRequest
-    parsing: Parsing | None  # what to find in the response
-    prompts: list[bytes]
-    echoes: list[str]
-
-
 def parse_body(
     endpoint: Endpoint, data: bytes, model: ServedModel, model_format: ModelFormat
-) -> tuple[ParsedRequest, Parsing | None]:
-    """Return the checked body of a request to the model, and what to find in the response.
+) -> ParsedRequest:
+    """Return the checked body of a request to the model.
 
     Raises `RequestError`. A form is text, however large the schema in the body is.
     """
@@ -55,7 +45,7 @@ def parse_body(
     if lora := lora_of(parsed.model, model):
         scope = msgspec.structs.replace(parsed.scope, lora=lora)
         parsed = msgspec.structs.replace(parsed, scope=scope)
-    parsed, parsing = model_format.apply(parsed)
+    parsed = model_format.apply(parsed)
     wanted = parsed.params.structured_outputs
     if wanted is not None:
         with blaming(parsed.sent):
@@ -63,17 +53,13 @@ def parse_body(
         if form.kind in ("json", "structural_tag"):
             sampling = {**parsed.sampling, "structured_outputs": {form.kind: form.text}}
             parsed = msgspec.structs.replace(parsed, sampling=sampling)
-    return parsed, parsing
+    return parsed
 
 
 def tokenized(
-    parsed: ParsedRequest,
-    parsing: Parsing | None,
-    model: ServedModel,
-    text: Text,
-    template: ChatTemplate | None,
-) -> Prepared:
-    """Return the prompts of a body as token ids. Raises `RequestError`."""
+    parsed: ParsedRequest, model: ServedModel, text: Text, template: ChatTemplate | None
+) -> ParsedRequest:
+    """Return a request with its prompts as token ids. Raises `RequestError`."""
     num_kept = _num_kept(parsed, model)
     prompts = []
     echoes = []
@@ -89,7 +75,7 @@ def tokenized(
                 echoes.append(prompt)
             else:
                 echoes.append(text.decode(token_ids))
-    return Prepared(parsed, parsing, prompts, echoes)
+    return msgspec.structs.replace(parsed, packed_prompts=tuple(prompts), echoes=tuple(echoes))
 
 
 def lora_of(name: str | None, model: ServedModel) -> str:

@@ -31,6 +31,7 @@ from baton.router.http.api.turns import (
     unsupported,
 )
 from baton.router.http.errors import FORM_PARAM
+from baton.router.text.response_parser import Parsing
 
 MAX_PROMPTS = 512
 MAX_TOTAL_CHOICES = 1024
@@ -208,8 +209,8 @@ _PROMPTS: Mapping[Endpoint, str] = {
 }
 
 
-class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """The checked content of one HTTP request."""
+class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True, tag=True):
+    """The checked content of one HTTP request, and then its prompts as the model gets them."""
 
     endpoint: Endpoint
     model: str | None
@@ -232,6 +233,9 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     scope: Scope = EVERYONE
     settings: bytes = b""  # what a response object repeats of its request, as JSON
     ignored: tuple[str, ...] = ()  # the names of fields that change nothing
+    parsing: Parsing | None = None  # what to find in the response
+    packed_prompts: tuple[bytes, ...] = ()  # of each prompt, by `packed`
+    echoes: tuple[str, ...] = ()  # the text before each choice, per prompt; empty without `echo`
 
     @property
     def is_chat(self) -> bool:

@@ -121,7 +121,7 @@ async def test_token_ids_come_on_request(bench):
 
 
 @served(script=hello, chat_template=ChatTemplate("{{ messages[0].content }}", {}))
-async def test_the_token_ids_of_prompts_come_on_request(bench):
+async def test_the_packed_prompts_prompts_come_on_request(bench):
     body = {"prompt": [[5], [6, 7]], "n": 2, "return_token_ids": True}
     prompts = [[5], [5], [6, 7], [6, 7]]
     for more in ({}, {"echo": True}):

@@ -38,7 +38,7 @@ def test_special_tokens_are_added_by_default_or_as_a_body_says(parse, body, adds
     first = text.encode_now("", True)
     for given, is_added in ((None, adds_by_default), (True, True), (False, False)):
         parsed = parse(json.dumps({**body, "add_special_tokens": given}).encode())
-        (prompt,) = tokenized(parsed, None, MODEL, text, PLAIN).prompts
+        (prompt,) = tokenized(parsed, MODEL, text, PLAIN).packed_prompts
         assert unpacked(prompt) == (first + ids if is_added else ids)
 
 
@@ -46,7 +46,6 @@ def test_a_prompt_that_is_cut_may_be_longer_than_the_model_takes():
     text = text_that_begins_with_a_token()
     long = "hello world " * 5000
     body = {"prompt": long, "truncate_prompt_tokens": 8}
-    (prompt,) = tokenized(
-        parse_completion(json.dumps(body).encode()), None, MODEL, text, None
-    ).prompts
+    parsed = parse_completion(json.dumps(body).encode())
+    (prompt,) = tokenized(parsed, MODEL, text, None).packed_prompts
     assert unpacked(prompt) == text.encode_now(long)[-8:]

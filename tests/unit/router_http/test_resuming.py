@@ -69,7 +69,7 @@ def ids_at(received: ReceivedPart) -> EventIds:
 
 
 @pytest.mark.parametrize("is_chat", [True, False])
-def test_the_token_ids_of_a_prompt_come_again_only_to_who_has_nothing(is_chat):
+def test_the_packed_prompts_a_prompt_come_again_only_to_who_has_nothing(is_chat):
     writer = ResponseWriter(NAME, "tiny", 7, is_chat, include_usage=False, token_ids=True)
     prompts = [ShownPrompt(token_ids=[5, 6])]
     for received, times in ((NOTHING, 1), (ReceivedPart(1, True), 0)):

@@ -360,7 +360,7 @@ def test_a_schema_that_cannot_be_kept_names_its_tool(choice):
     tools = [{"type": "function", "function": function} for function in functions]
     body = {**BODY, "tools": [{"type": "web_search"}, *tools], "tool_choice": choice}
     parsed = parse_chat(json.dumps(body).encode())
-    parsed, _ = ModelFormat(tools="hermes").apply(parsed)
+    parsed = ModelFormat(tools="hermes").apply(parsed)
     wanted = parsed.params.structured_outputs
     assert wanted is not None
     with pytest.raises(RequestError) as caught, blaming(parsed.sent):
