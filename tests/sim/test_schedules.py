@@ -36,14 +36,14 @@ def no_logs():
     logging.getLogger("baton").setLevel(logging.CRITICAL)
 
 
-@pytest.mark.parametrize("first", seeds(0, 40, 100))
+@pytest.mark.parametrize("first", seeds(0, 20, 100))
 def test_schedules_of_faults_lose_nothing(first):
     for seed in range(first, first + SEEDS_APIECE):
         result = simulate(seed)
         assert not result.problems, "\n".join((f"seed {seed}", *result.log, *result.problems))
 
 
-@pytest.mark.parametrize("first", seeds(400, 20, 40))
+@pytest.mark.parametrize("first", seeds(400, 10, 40))
 def test_schedules_of_faults_lose_no_state(first):
     for seed in range(first, first + SEEDS_APIECE):
         result = simulate(seed, state_blocks=1 + seed % 3)
@@ -57,7 +57,7 @@ def test_a_schedule_that_has_found_a_fault_finds_none(seed):
 
 
 def test_a_seed_decides_everything():
-    for seed in (1, 3):
+    for seed in (4, 108):
         one = simulate(seed)
         again = simulate(seed)
         assert (one.met, one.fates, one.virtual_s, one.log) == (
