@@ -19,11 +19,13 @@ from baton.protocol.config import ClusterConfig, NodeConfig, RouterConfig
 from baton.runtime.channels.keys import Keys, write_key
 from tests.support.chart import Object, Objects, needs_helm, objects_of, refusal, values_file
 from tests.support.chart import helm as run_helm
+from tests.support.sources import REPOSITORY
 from tests.unit.deploy.test_cluster_kubernetes import CONTENT, CUSTOM, VERSIONS, rendered
 from tests.unit.deploy.test_cluster_kubernetes import objects as objects_in
 
 pytestmark = needs_helm
 SCALED = ("--set", "pools.decode.autoscaling.maxReplicas=8")
+EXAMPLE = ("--values", str(REPOSITORY / "examples" / "production-values.yaml"))
 KEDA = (*SCALED, "--set", "node.autoscaling.prometheus=http://prometheus:9090")
 HPA = (*SCALED, "--set", "node.autoscaling.externalMetrics=true")
 SCALERS = ("ScaledObject", "HorizontalPodAutoscaler")
@@ -69,7 +71,7 @@ def named(entries: list[Object]) -> dict[str, Object]:
 
 
 def test_helm_finds_no_fault(tmp_path):
-    for words in ((), KEDA, HPA, ("--values", values_file(tmp_path, **FULL))):
+    for words in ((), KEDA, HPA, EXAMPLE, ("--values", values_file(tmp_path, **FULL))):
         done = run_helm("lint", "--strict", str(helm.CHART), *words)
         assert done.returncode == 0, done.stdout + done.stderr
 
@@ -77,7 +79,7 @@ def test_helm_finds_no_fault(tmp_path):
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_object_is_valid_in_the_oldest_and_the_newest_version(version, tmp_path, capsys):
     full = ("--values", values_file(tmp_path, **FULL))
-    for words in ((), KEDA, HPA, full, described(tmp_path, capsys)):
+    for words in ((), KEDA, HPA, EXAMPLE, full, described(tmp_path, capsys)):
         for (kind, _), one in objects_of(*words).items():
             if kind not in (*CUSTOM, "HTTPRoute"):
                 kubernetes_validate.validate(one, version, strict=True)
