@@ -62,7 +62,7 @@ class TierLoads:
         self._of_ticket: dict[int, _Load] = {}
         self._draining: dict[int, tuple[_Load, tuple[int, ...]]] = {}  # by ticket
         self._saves: dict[int, _Save] = {}
-        self._held: dict[TierName, list[list[bytes]]] = {}  # hashes of all slots, by rank
+        self._held: dict[TierName, dict[int, list[bytes]]] = {}  # hashes of slots, by rank
 
     def has(self, key: Key) -> bool:
         return key in self._loads
@@ -158,10 +158,11 @@ class TierLoads:
             out.reports.append(BlocksSaved(event.ticket, save.failure))
 
     def held(self, rank: int, event: SlotsHeld, out: Effects) -> None:
-        ranks = self._held.setdefault(event.tier, [[] for _ in range(self._num_ranks)])
-        ranks[rank] += unpack_hashes(event.hashes)
-        if all(len(hashes) == event.num_slots for hashes in ranks):
-            alike = zip(*ranks, strict=True)
+        ranks = self._held.setdefault(event.tier, {})
+        ranks.setdefault(rank, []).extend(unpack_hashes(event.hashes))
+        is_whole = all(len(hashes) == event.num_slots for hashes in ranks.values())
+        if is_whole and len(ranks) == self._num_ranks:
+            alike = zip(*ranks.values(), strict=True)
             common = [one[0] if len(set(one)) == 1 else NO_HASH for one in alike]
             out.reports.append(TierOpened(event.tier, event.num_slots, b"".join(common)))
             del self._held[event.tier]

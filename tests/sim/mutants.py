@@ -300,6 +300,7 @@ SHOWN_BY: Mapping[str, tuple[str, ...]] = {
     "blame requests for a killed rank": ("kill ranks",),
     "try one key alone": ("exchange keys",),
     "believe transports": ("lie",),
+    "save blocks that change": ("no blocks",),
     "serve damaged blocks": ("damaged disk", "kill node"),
     "serve what another hash names": ("damaged disk", "kill node"),
     "compute where a late load still lands": ("slow disk",),
