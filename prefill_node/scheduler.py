@@ -259,15 +259,15 @@ class PrefillScheduler:
         tokens = sum(handoff.sequence.num_unplanned_tokens for handoff in ready)
         while self._waiting:
             handoff = next(iter(self._waiting.values()))
-            is_in_time = tokens >= budget and self._reads.are_likely(handoff)
-            if tokens >= 2 * budget or not (tokens < budget or is_in_time):
+            is_early = tokens >= budget
+            if is_early and (tokens >= 2 * budget or not self._reads.are_likely(handoff)):
                 break
             if not self._admit(now_s, handoff):
                 break
             del self._waiting[handoff.sequence.key]
             if handoff.is_ready:
                 ready.append(handoff)
-            if handoff.is_ready or is_in_time:
+            if handoff.is_ready or is_early:
                 tokens += handoff.sequence.num_unplanned_tokens
         return ready
 

@@ -20,7 +20,7 @@ from baton.node.scheduling.block_pool import BlockPool
 from baton.node.scheduling.prefix_reads import MAX_READ_BLOCKS, PrefixCosts
 from baton.node.scheduling.requests import Outputs
 from baton.node.scheduling.sequence import Sequence
-from baton.node.scheduling.tiers import Tiers
+from baton.node.scheduling.tiers import FASTEST_FIRST, Tiers
 from baton.protocol.blocks import BlockHash, pack_hashes
 from baton.protocol.errors import Cancelled, Failure, TransferError
 from baton.protocol.ids import Key, NodeId
@@ -87,6 +87,8 @@ class PrefixReads:
         """Return whether a prompt that has no blocks yet will probably read some."""
         if prompt.prefix_node is not None:
             return True
+        if not self._tiers.by_name:
+            return False
         size = self._pool.block_size
         sequence = prompt.sequence
         hashes = sequence.hash_blocks(size, sequence.num_reusable_tokens)
@@ -104,7 +106,8 @@ class PrefixReads:
         self, now_s: float, prompt: ReadingPrompt, num_held_blocks: int, parts: list[TierPart]
     ) -> bool:
         """Read blocks from tiers. Return False if they should be computed."""
-        source = NodeId(parts[-1].tier)
+        slowest = max((part.tier for part in parts), key=FASTEST_FIRST.index)
+        source = NodeId(slowest)
         num_blocks = sum(len(part.slots) for part in parts)
         num_tokens = num_blocks * self._pool.block_size
         timeout_s = self.costs.timeout_s(now_s, source, num_tokens)

@@ -397,6 +397,8 @@ def test_memory_is_read_before_the_folder_and_both_make_one_prefix():
     [load] = [event for event in drive.asked if isinstance(event, LoadPrefix)]
     slots = {part.tier: part.slots for part in load.parts}
     assert slots == {"memory": (1, 0), "folder": (1, 2, 3)}
+    drive.scheduler.on_report(1.0, KVReceived(key("r"), (), 0, 0.0, 0.0))
+    assert drive.pool.counts.folder_hit_tokens == 20, "the slowest one counts"
 
 
 def test_what_a_tier_lacks_is_asked_of_another_node():
