@@ -391,12 +391,12 @@ def test_memory_is_read_before_the_folder_and_both_make_one_prefix():
     drive = prefill_drive()
     hashes = block_hashes(PROMPT, BLOCK_SIZE)
     drive.scheduler.on_report(0.0, TierOpened("folder", 4, pack_hashes(hashes[:4])))
-    drive.scheduler.on_report(0.0, TierOpened("memory", 2, pack_hashes([hashes[4], hashes[0]])))
+    drive.scheduler.on_report(0.0, TierOpened("memory", 2, pack_hashes([hashes[4], hashes[1]])))
     adds(drive, "r", PROMPT)
     drive.launch()
     [load] = [event for event in drive.asked if isinstance(event, LoadPrefix)]
     slots = {part.tier: part.slots for part in load.parts}
-    assert slots == {"memory": (1, 0), "folder": (1, 2, 3)}
+    assert slots == {"memory": (1, 0), "folder": (0, 2, 3)}
     drive.scheduler.on_report(1.0, KVReceived(key("r"), (), 0, 0.0, 0.0))
     assert drive.pool.counts.folder_hit_tokens == 20, "the slowest one counts"
 
