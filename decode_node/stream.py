@@ -23,9 +23,6 @@ from baton.protocol.messages import (
 
 TOKEN_BYTES = 4
 MAX_PAUSE = 32  # tokens without a guess, after guesses that did not pay
-# What a draft and its row in the next step take, as a share of a step: measured with the demo model
-# on two cores. A large model takes less.
-DRAFT_COST = 0.2
 FORGETTING = 0.9  # of what is known of earlier drafts, with each step that has some
 PRIOR_DRAFTS = 1.5, 2.0  # as if so many had been right of so many
 
@@ -80,6 +77,7 @@ class HeadDrafts:
     def __init__(self, limits: NodeLimits) -> None:
         self._most = limits.num_speculative_tokens
         self._pause = Pause()
+        self._cost = limits.draft_cost
         self._right, self._tried = PRIOR_DRAFTS
         self._drafts: tuple[int, ...] = ()  # what may follow the tokens that are known now
 
@@ -104,7 +102,7 @@ class HeadDrafts:
         """Return how many drafts give the most tokens for the time of a step without any."""
         share = self._right / self._tried
         gains = [
-            sum(share**right for right in range(count + 1)) / (1 + DRAFT_COST * count)
+            sum(share**right for right in range(count + 1)) / (1 + self._cost * count)
             for count in range(self._most + 1)
         ]
         return gains.index(max(gains))

@@ -19,7 +19,7 @@ Progress = Callable[[str, int, int], None]
 
 
 class ExecutorInfo(msgspec.Struct, frozen=True):
-    """What an executor knows once it has loaded, in the fields of `NodeInfo`."""
+    """What an executor knows once it has loaded, in the fields of `NodeInfo` but for the last."""
 
     num_blocks: int
     layout: KVLayout
@@ -31,6 +31,7 @@ class ExecutorInfo(msgspec.Struct, frozen=True):
     batch_invariant: bool = False  # a token's bits depend on its own sequence alone
     compute: str = ""  # equal for nodes that compute the same bits
     facts: NodeFacts = NodeFacts()
+    draft_cost: float = 0.0  # of a draft, as a share of a step without any
 
 
 class AdapterLoad(msgspec.Struct, frozen=True):

@@ -178,6 +178,7 @@ class EngineNode:
             self.config.engine.prompt_lookup_max,
             self.config.engine.prompt_lookup_min,
             self.config.engine.has_draft_head,
+            info.draft_cost,
             info.facts.lora_modules,
             info.facts.tasks,
             model.max_loras if model.allow_runtime_lora_updating else 0,
@@ -223,6 +224,7 @@ class EngineNode:
         }
         features = tuple(name for name, is_on in switches.items() if is_on)
         loaded = msgspec.structs.asdict(info)
+        del loaded["draft_cost"]  # other processes need not know
         loaded["facts"] = msgspec.structs.replace(info.facts, features=features)
         return NodeInfo(
             node_id=self.node_id,

@@ -5,6 +5,7 @@ hidden state from which the token after it is drafted. The layer stores keys and
 at the token's position in the blocks of the model's. Drafts never change what the model samples.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +19,8 @@ from baton.model.layers.linear import Linear
 
 
 class DraftHead(Protocol):
+    def linears(self) -> Iterator[Linear]: ...
+
     @property
     def tapped(self) -> tuple[int, ...]:
         """The layers of the model before which it takes the stream."""
@@ -56,6 +59,10 @@ class NextnHead:
     feeds_normed: bool  # the row after it takes what is behind the last norm
     tapped: tuple[int, ...] = ()
 
+    def linears(self) -> Iterator[Linear]:
+        yield self.joint
+        yield from self.decoder.linears()
+
     def states(self, hidden: Tensor, taps: Taps) -> Tensor:
         return hidden
 
@@ -85,6 +92,10 @@ class EagleHead:
     tapped: tuple[int, ...]
     target_ids: Tensor | None  # [draft vocabulary]: the tokens of the model; None: the same
     vocab_size: int  # of the model
+
+    def linears(self) -> Iterator[Linear]:
+        yield self.fused
+        yield from self.decoder.linears()
 
     def states(self, hidden: Tensor, taps: Taps) -> Tensor:
         return self.fused(taps.joined())

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from baton.model.layers.attention import Backend, Batch, Chunk
 from baton.model.layers.draft_head import DraftHead
-from baton.model.sampling.sampler import Sampler, SampleRow
+from baton.model.sampling.sampler import POSITION, Sampler, SampleRow, SamplingTensors
 from baton.node.scheduling.plan import Slice
 
 NO_ROWS = torch.empty(0, dtype=torch.int64)
@@ -35,7 +35,7 @@ class _Drafting:
 
     @property
     def sample(self) -> SampleRow:
-        """Return the next draft as a sample.
+        """Return the first draft as a sample.
 
         It has the noise with which the model's own token will be sampled, so both are likely to be
         equal at any temperature.
@@ -123,16 +123,32 @@ class Drafter:
         normed, states = self.head.forward(
             rows.batch(), padded[torch.tensor(before)], wanted, self._backend
         )
-        going = drafting
-        while going:
-            self._sample(going, normed)
-            kept = [row for row, one in enumerate(going) if one.has_next]
-            going = [going[row] for row in kept]
-            if going:
-                normed, states = self._next(going, states[kept])
-        return torch.tensor([*chain.from_iterable(one.token_ids for one in drafting)]).long()
+        if not drafting:
+            return NO_ROWS
+        self._draft(drafting, normed, states)
+        return torch.tensor([*chain.from_iterable(one.token_ids for one in drafting)])
 
     # --- inside --------------------------------------------------------------------------------
+
+    def _draft(self, drafting: Sequence[_Drafting], normed: Tensor, states: Tensor) -> None:
+        """Draft token after token, from the head's last row of each slice."""
+        samples = SamplingTensors.of(
+            [one.sample for one in drafting], self._sampler.eos_token_ids, normed.device
+        )
+        while True:
+            logits = self.head.logits(normed, self._backend)
+            token_ids = self._sampler.sample(logits, samples).tolist()
+            for one, token_id in zip(drafting, token_ids, strict=True):
+                one.add(min(token_id, logits.shape[1] - 1))
+            kept = [row for row, one in enumerate(drafting) if one.has_next]
+            if not kept:
+                return
+            if len(kept) < len(drafting):
+                drafting = [drafting[row] for row in kept]
+                samples = samples.picked(kept)
+                states = states[kept]
+            samples.ints[:, POSITION] += 1
+            normed, states = self._next(drafting, states)
 
     def _next(self, drafting: Sequence[_Drafting], states: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the rows of the last drafts, whose tokens before have these states."""
@@ -141,13 +157,6 @@ class Drafter:
             rows.add(one.part, one.position, one.token_ids[-1:])
         every = torch.arange(len(drafting))
         return self.head.forward(rows.batch(), states, every, self._backend)
-
-    def _sample(self, drafting: Sequence[_Drafting], normed: Tensor) -> None:
-        """Add the next draft of each, from the head's last rows."""
-        logits = self.head.logits(normed, self._backend)
-        token_ids = self._sampler.sample_rows(logits, [one.sample for one in drafting])
-        for one, token_id in zip(drafting, token_ids, strict=True):
-            one.add(min(token_id, logits.shape[1] - 1))
 
 
 def _tokens_after(part: Slice, sampled: list[int]) -> list[int]:

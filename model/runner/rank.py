@@ -95,6 +95,7 @@ STEP_LIMITS = {"cpu": (512, 64), "cuda": (2048, 256)}  # tokens and sequences of
 # From malloc.h; the largest threshold that glibc takes.
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
+ROW_COST = 0.05  # of a step, for one more row of a sequence
 KEPT_BYTES = 32 << 20
 
 log = logger("rank")
@@ -197,6 +198,7 @@ def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progr
             lora_modules=tuple(one.name for one in plan.adapters),
             tasks=plan.tasks,
         ),
+        draft_cost=draft_cost(runner),
     )
     return LoadedRank(runner, pool, port, info, plan)
 
@@ -507,6 +509,20 @@ def is_batch_invariant(runner: Runner) -> bool:
     decoder = runner.decoder
     is_invariant = decoder.is_batch_invariant and runner.backend.is_batch_invariant
     return is_invariant and decoder.ranks.is_batch_invariant
+
+
+def draft_cost(runner: Runner) -> float:
+    """Return what a draft and its row in the next step take, as a share of a step without any.
+
+    Reading weights is most of a decode step, so the head takes as much as it has of them.
+    """
+    if runner.drafter is None:
+        return 0.0
+    own, models = (
+        sum(linear.weight.numel() for linear in part.linears())
+        for part in (runner.drafter.head, runner.decoder)
+    )
+    return own / models + ROW_COST
 
 
 def compute_path(runner: Runner) -> str:

@@ -36,6 +36,7 @@ class NodeLimits(msgspec.Struct, frozen=True):
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
     has_draft_head: bool = False  # which makes the guesses
+    draft_cost: float = 0.0  # of a draft, as a share of a step without any
     lora_modules: tuple[str, ...] = ()
     tasks: ModelTasks = ModelTasks()
     max_loras: int = 0  # adapters that may be loaded at run time

@@ -1,7 +1,8 @@
 """Measure tokens a second with a draft, with n-gram guesses and without any.
 
 A cluster for each way serves the same prompts in turns: texts of the demo model's kind that no
-draft was trained on. The ways must say the same tokens.
+draft was trained on. The ways must say the same tokens. Beside tokens a second there are tokens for
+each second that the CPUs compute, which other work on the machine changes less.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import aiohttp
 import msgspec
+import psutil
 from tokenizers import Tokenizer
 
 from baton.deploy.model_folder import CHECKPOINT
@@ -32,6 +34,7 @@ PROMPT_TOKENS = 64
 
 class Round(msgspec.Struct):
     tokens_per_s: float
+    tokens_per_cpu_s: float  # of all processes of the cluster
     said: list[list[int]]
 
 
@@ -53,7 +56,7 @@ class Measurement:
     def prompts(self, count: int) -> list[list[int]]:
         return [self._lessons.draw(PROMPT_TOKENS, SHARES)[0] for _ in range(count)]
 
-    async def run(self, url: str, prompts: list[list[int]], num_clients: int) -> Round:
+    async def run(self, cluster: SoakCluster, prompts: list[list[int]], num_clients: int) -> Round:
         """Let clients take the prompts from one list, one after the other."""
         waiting = list(enumerate(prompts))
         said: list[list[int]] = [[] for _ in prompts]
@@ -61,12 +64,14 @@ class Measurement:
         async def serve_client() -> None:
             while waiting:
                 number, prompt = waiting.pop()
-                said[number] = await self._complete(url, prompt, number)
+                said[number] = await self._complete(cluster.url, prompt, number)
 
+        before_s = cpu_seconds(cluster)
         began_s = time.perf_counter()
         await asyncio.gather(*(serve_client() for _ in range(num_clients)))
         num_tokens = sum(map(len, said))
-        return Round(num_tokens / (time.perf_counter() - began_s), said)
+        num_s = time.perf_counter() - began_s
+        return Round(num_tokens / num_s, num_tokens / (cpu_seconds(cluster) - before_s), said)
 
     async def _complete(self, url: str, prompt: list[int], seed: int) -> list[int]:
         body = {
@@ -96,9 +101,15 @@ class Measurement:
         return total("accepted_tokens") / max(1.0, total("draft_tokens"))
 
 
+def cpu_seconds(cluster: SoakCluster) -> float:
+    """Return how long the processes of a cluster have computed."""
+    times = [psutil.Process(child.pid).cpu_times() for child in cluster.children.values()]
+    return float(sum(each.user + each.system for each in times))
+
+
 async def measure(options: "Arguments") -> None:
     async with AsyncExitStack() as stack:
-        urls = {}
+        clusters = {}
         for name, engine in ways(options.draft, options.guesses).items():
             config = ClusterConfig(
                 model=ModelConfig(path=str(CHECKPOINT), served_model_name="demo"),
@@ -106,26 +117,30 @@ async def measure(options: "Arguments") -> None:
                 engine=engine,
             )
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            urls[name] = (await stack.enter_async_context(SoakCluster(folder, config))).url
+            clusters[name] = await stack.enter_async_context(SoakCluster(folder, config))
         timeout = aiohttp.ClientTimeout(total=600.0)
         client = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
         task = Measurement(client, options.temperature, options.output)
-        rates: dict[str, list[float]] = {name: [] for name in urls}
+        measured: dict[str, list[Round]] = {name: [] for name in clusters}
         for _ in range(1 + options.rounds):  # the first one warms up
             prompts = task.prompts(options.requests)
-            rounds = {
-                name: await task.run(url, prompts, options.clients) for name, url in urls.items()
-            }
-            assert all(each.said == rounds["none"].said for each in rounds.values()), "other tokens"
-            for name, each in rounds.items():
-                rates[name].append(each.tokens_per_s)
-        for name, every in rates.items():
-            gains = [own / base for own, base in zip(every[1:], rates["none"][1:], strict=True)]
+            for name, cluster in clusters.items():
+                measured[name].append(await task.run(cluster, prompts, options.clients))
+                assert measured[name][-1].said == measured["none"][-1].said, "other tokens"
+        for name, cluster in clusters.items():
             print(
-                f"{name:6} {statistics.median(every[1:]):.0f} tokens/s, "
-                f"{statistics.median(gains):.2f} ({min(gains):.2f}-{max(gains):.2f}) times none, "
-                f"{await task.accepted(urls[name]):.0%} of the guesses right"
+                f"{name:6} {shown(measured, name, 'tokens_per_s')}; of a CPU "
+                f"{shown(measured, name, 'tokens_per_cpu_s')}; "
+                f"{await task.accepted(cluster.url):.0%} of the guesses right"
             )
+
+
+def shown(measured: dict[str, list[Round]], name: str, rate: str) -> str:
+    """Return the median of a rate, and how many times that of a cluster that guesses nothing."""
+    own, base = ([getattr(each, rate) for each in measured[key][1:]] for key in (name, "none"))
+    gains = [mine / other for mine, other in zip(own, base, strict=True)]
+    spread = f"{min(gains):.2f}-{max(gains):.2f}"
+    return f"{statistics.median(own):.0f} tokens/s, {statistics.median(gains):.2f} ({spread})"
 
 
 class Arguments(msgspec.Struct):

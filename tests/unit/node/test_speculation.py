@@ -1,12 +1,15 @@
 """Guessed tokens change how many steps an answer takes, and nothing else."""
 
+import itertools
+import random
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.decode_node.scheduler import DecodeScheduler
-from baton.decode_node.stream import MAX_PAUSE, PromptLookup
+from baton.decode_node.stream import MAX_PAUSE, HeadDrafts, PromptLookup
 from tests.sim.executor import Context, next_token
 from tests.support.drive import LIMITS, Drive, continuation, local
 
@@ -88,3 +91,32 @@ def test_guesses_save_steps_and_leave_the_tokens_as_they_are(depth, num_blocks):
         assert counts.spec_decode_accepted_tokens <= counts.spec_decode_draft_tokens
         assert one.pool.num_owned == 0
     assert num_steps[1] < 0.75 * num_steps[0]
+
+
+def num_drafted(drafts: HeadDrafts, share: float, num_tokens: int) -> int:
+    """How many drafts a head makes while a text of `num_tokens` grows, if it is right so often."""
+    source = random.Random(0)
+    length = 0
+    total = 0
+    guesses = 0
+    while length < num_tokens:
+        rights = itertools.takewhile(lambda _: source.random() < share, range(guesses))
+        num_right = sum(1 for _ in rights)
+        length += 1 + num_right
+        if guesses:
+            drafts.learn(guesses, num_right, length)
+        guesses = drafts.num_drafts(length)
+        drafts.take((7,) * guesses)
+        guesses = len(drafts.guesses([0] * length))
+        total += guesses
+    return total
+
+
+@pytest.mark.parametrize(
+    ("cost", "share", "least", "most"),
+    [(0.05, 0.9, 700, 1000), (0.5, 0.8, 400, 850), (0.5, 0.1, 10, 90), (2.0, 0.9, 10, 90)],
+)
+def test_a_head_drafts_as_much_as_pays(cost, share, least, most):
+    """Of a thousand tokens; a head that is seldom right, or slow, is asked now and then alone."""
+    limits = msgspec.structs.replace(GUESSING, has_draft_head=True, draft_cost=cost)
+    assert least <= num_drafted(HeadDrafts(limits), share, 1000) <= most
