@@ -51,6 +51,8 @@ class BlockSlice(msgspec.Struct, frozen=True):
 
 
 CORRUPT_BLOCKS = "corrupt_blocks"  # the failure of a read whose checksums differ
+BAD_RECORD = "bad_record"  # the failure of a read of a slot that does not hold that block
+TIER_TIMEOUT = "tier_timeout"  # the failure of a load that took longer than computing takes
 LEASE_EXPIRED = "lease_expired"  # the failure of a handoff that decode did not renew in time
 
 # --- a rank's agent, as its node sees it (travels to worker processes) --------------------------

@@ -14,10 +14,10 @@ from itertools import count
 from pathlib import Path
 from typing import Protocol
 
+from baton.kv_transfer.interfaces import BAD_RECORD
 from baton.protocol.blocks import HASH_BYTES, NO_HASH, BlockHash
 from baton.protocol.errors import ConfigError, InvariantBroken, TransferError
 
-BAD_RECORD = "bad_record"  # the failure of a read of a slot that does not hold that block
 # A change to what files hold needs another number.
 _MAGIC = b"baton kv 1\n"
 _TITLE_BYTES = 64

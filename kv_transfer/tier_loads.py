@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from baton.kv_transfer.interfaces import (
+    TIER_TIMEOUT,
     BlocksCopied,
     BlocksDrained,
     BlocksSaved,
@@ -129,7 +130,7 @@ class TierLoads:
                 continue
             if load.failure is None:
                 text = "a tier kept a prompt waiting too long"
-                failure = TransferError(text, code="transfer_timeout").to_failure()
+                failure = TransferError(text, code=TIER_TIMEOUT).to_failure()
                 self._fail(load, failure, out)
             else:
                 self._give_up(load, out)

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from baton.kv_transfer.interfaces import (
+    BAD_RECORD,
     AddPeer,
     AgentEvent,
     BlocksCopied,
@@ -174,12 +175,15 @@ class Tier:
 
     def close(self) -> None:
         """End both threads, and close the store unless it is stuck."""
-        for future in list(self._unfinished):
+        unfinished = tuple(self._unfinished)
+        for future in unfinished:
             future.cancel()
+        is_stuck = bool(wait(unfinished, CLOSE_S).not_done)
         for thread in (self._reader, self._writer):
-            thread.shutdown(wait=False)
-        if not wait(self._unfinished, CLOSE_S).not_done:
+            thread.shutdown(wait=not is_stuck)
+        if not is_stuck:
             self._store.close()
+            os.close(self._done)
 
     def _submit(self, thread: ThreadPoolExecutor, work: Callable[[], None]) -> "Future[None]":
         future = thread.submit(work)
@@ -219,7 +223,7 @@ class Tier:
                 failure = error
             except OSError as error:
                 reason = f"cannot read the {self.name} tier: {error.strerror}"
-                raise TransferError(reason) from error
+                raise TransferError(reason, code=BAD_RECORD) from error
         if failure is not None:
             raise failure
 

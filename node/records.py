@@ -15,8 +15,10 @@ from pathlib import Path
 import msgspec
 
 from baton.kv_transfer.interfaces import (
+    BAD_RECORD,
     CORRUPT_BLOCKS,
     LEASE_EXPIRED,
+    TIER_TIMEOUT,
     BlocksSaved,
     ConnectorReport,
     OfferBroken,
@@ -158,9 +160,13 @@ class NodeObserver:
         if isinstance(report, Released) and failure.code == LEASE_EXPIRED:
             self.counters.leases_expired += 1
         if failure.code != Cancelled.code:
-            what = "broke off" if isinstance(report, OfferBroken) else "failed"
+            what = "a handoff failed"
+            if isinstance(report, OfferBroken):
+                what = "a handoff broke off"
+            elif failure.code in (BAD_RECORD, TIER_TIMEOUT):
+                what = "cached blocks could not be read, so a prompt is computed"
             log.warning(
-                f"a handoff {what}",
+                what,
                 request=key.request_id,
                 attempt=key.attempt,
                 code=failure.code,

@@ -84,6 +84,7 @@ FOREIGN_FLAGS = {
     "--data-parallel-size": "use --prefill N and --decode N, the numbers of nodes",
     "--pipeline-parallel-size": "use --tensor-parallel-size, or more nodes",
     "--api-server-count": "use --router-processes",
+    "--kv-offloading-backend": "leave it out, because baton needs none for --kv-offloading-size",
     "--kv-transfer-config": "leave it out, because prefill and decode are always separate",
     "--speculative-config": "use --num-speculative-tokens, --speculative-method and "
     "--speculative-model",

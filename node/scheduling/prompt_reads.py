@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from baton.kv_transfer.interfaces import (
+    TIER_TIMEOUT,
     Abandon,
     BeginReceive,
     FetchPrefix,
@@ -204,7 +205,7 @@ class PrefixReads:
         read = prompt.read
         assert read is not None
         self._tiers.loaded(report.key, report.failure)
-        if report.failure.code == "transfer_timeout":
+        if report.failure.code in ("transfer_timeout", TIER_TIMEOUT):
             num_tokens = read.num_wanted_blocks * self._pool.block_size
             self.costs.read(now_s, read.source, num_tokens, 2 * (now_s - read.began_s))
         if prompt.is_ended:

@@ -13,6 +13,7 @@ from itertools import count, islice
 from typing import assert_never
 
 from baton.kv_transfer.interfaces import (
+    TIER_TIMEOUT,
     BlocksCopied,
     BlocksSaved,
     ClearTier,
@@ -25,7 +26,7 @@ from baton.node.scheduling.block_pool import BlockPool
 from baton.node.scheduling.prefix_cache import CacheJournal
 from baton.node.scheduling.requests import Origin, Outputs
 from baton.protocol.blocks import NO_HASH, BlockHash, pack_hashes, unpack_hashes
-from baton.protocol.errors import Failure
+from baton.protocol.errors import Cancelled, Failure
 from baton.protocol.ids import Key
 from baton.protocol.messages import TierName
 
@@ -35,7 +36,7 @@ MAX_COPIED_SHARE = 1 / 8  # of a pool's blocks, in one command
 FASTEST_FIRST: tuple[TierName, ...] = ("memory", "folder")
 RETRY_S = 30.0  # after a write that failed, such as to a full disk
 # Of failed reads, these say nothing about what slots hold.
-HARMLESS = ("transfer_timeout", "cancelled")
+HARMLESS = (TIER_TIMEOUT, Cancelled.code)
 
 TierReport = TierOpened | BlocksCopied | BlocksSaved
 

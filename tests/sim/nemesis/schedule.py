@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from baton.kv_transfer.interfaces import CORRUPT_BLOCKS
+from baton.kv_transfer.interfaces import CORRUPT_BLOCKS, TIER_TIMEOUT
 from tests.sim.members import SimNode
 from tests.sim.nemesis import limits, links, processes
 from tests.sim.routers import SimRouter
@@ -33,7 +33,7 @@ class Kind:
 
 
 LOSS = frozenset(("node_lost", "lease_expired"))
-PAUSE = LOSS | {"transfer_timeout"}
+PAUSE = LOSS | {"transfer_timeout", TIER_TIMEOUT}
 PARTING = PAUSE  # of two nodes
 KINDS: Mapping[str, Kind] = {
     "kill node": Kind(processes.kill_node, LOSS),
@@ -69,7 +69,7 @@ KINDS: Mapping[str, Kind] = {
     "no memory": Kind(limits.take_memory, LOSS),
     "no blocks": Kind(limits.take_blocks),
     "full disk": Kind(limits.fill_disk),
-    "slow disk": Kind(limits.slow_disk),
+    "slow disk": Kind(limits.slow_disk, frozenset((TIER_TIMEOUT,))),
     "damaged disk": Kind(limits.damage_disk),
     "exchange keys": Kind(processes.exchange_keys, LOSS),
     "other weights": Kind(processes.bring_other_weights),

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from baton.kv_transfer.interfaces import (
+    TIER_TIMEOUT,
     Abandon,
     BlocksCopied,
     BlocksSaved,
@@ -40,7 +41,7 @@ from tests.support.drive import (
 PROMPT = list(range(100, 121))  # five whole blocks, and a token
 OTHER = list(range(300, 321))
 BROKEN = Failure("bad_record", "damaged", retryable=True)
-LATE = Failure("transfer_timeout", "late", retryable=True)
+LATE = Failure(TIER_TIMEOUT, "late", retryable=True)
 FULL = Failure("transfer_failed", "no space", retryable=True)
 
 

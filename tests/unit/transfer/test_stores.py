@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from baton.kv_transfer import stores
-from baton.kv_transfer.stores import BAD_RECORD, BlockStore, ClaimedFolder, FolderStore, MemoryStore
+from baton.kv_transfer.interfaces import BAD_RECORD
+from baton.kv_transfer.stores import BlockStore, ClaimedFolder, FolderStore, MemoryStore
 from baton.protocol.blocks import NO_HASH, block_hashes, unpack_hashes
 from baton.protocol.errors import ConfigError, TransferError
 

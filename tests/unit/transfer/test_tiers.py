@@ -10,6 +10,7 @@ import pytest
 
 from baton.kv_transfer.agent import AgentLimits, TransferAgent
 from baton.kv_transfer.interfaces import (
+    BAD_RECORD,
     AgentEvent,
     BlocksCopied,
     BlocksSaved,
@@ -23,7 +24,7 @@ from baton.kv_transfer.interfaces import (
     tier_peer,
 )
 from baton.kv_transfer.pools import DevicePool, HostPool
-from baton.kv_transfer.stores import BAD_RECORD, MemoryStore
+from baton.kv_transfer.stores import MemoryStore
 from baton.kv_transfer.tiers import Tier, make_tiers
 from baton.protocol.blocks import HASH_BYTES, block_hashes, pack_hashes
 from baton.protocol.config import CacheConfig
