@@ -7,16 +7,16 @@ the prompt over and over.
 
 import asyncio
 import json
-import re
 import sys
 import time
 from collections import deque
+from collections.abc import Iterable
 
 import msgspec
 import zmq
 
 from baton.protocol.codec import to_node_codec, to_router_codec
-from baton.protocol.ids import Epoch, Key, NodeId, RequestId
+from baton.protocol.ids import Epoch, Key, NodeId
 from baton.protocol.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -49,7 +49,6 @@ LAYOUT = KVLayout(block_size=16, block_bytes=1024, fingerprint="layout")
 DIALS = 64  # connections that are opened side by side
 NUM_CONNECTIONS = 128  # for short requests
 LONG = 1 << 16  # more tokens than any stream gets
-_RESPONSE_ID = re.compile(rb'"id":"(cmpl-[0-9a-f]+)"')
 _TOKEN = b'"finish_reason":null'
 
 
@@ -145,21 +144,21 @@ class PlayedNode:
 
 
 class Lags:
-    """When the tokens of each stream were sent, until they have arrived."""
+    """When the tokens of each stream were sent, by its seed, until they have arrived."""
 
     def __init__(self) -> None:
-        self.sent_s: dict[RequestId, deque[float]] = {}
+        self.sent_s: dict[int, deque[float]] = {}
         self.lags_s: list[float] = []
         self.is_counting = False
 
-    def sent(self, keys: list[Key]) -> None:
+    def sent(self, orders: Iterable[Decode]) -> None:
         now_s = time.monotonic()
-        for key in keys:
-            self.sent_s.setdefault(key.request_id, deque()).append(now_s)
+        for order in orders:
+            self.sent_s.setdefault(order.sampling.seed, deque()).append(now_s)
 
-    def came(self, request_id: RequestId, num_tokens: int) -> None:
+    def came(self, seed: int, num_tokens: int) -> None:
         now_s = time.monotonic()
-        waiting = self.sent_s.get(request_id, ())
+        waiting = self.sent_s.get(seed, ())
         for _ in range(min(num_tokens, len(waiting))):
             lag_s = now_s - waiting.popleft()  # type: ignore[union-attr]
             if self.is_counting:
@@ -169,23 +168,23 @@ class Lags:
 class StreamReader(asyncio.Protocol):
     """One client's stream. `opened` is done when its first token has come."""
 
-    def __init__(self, request: bytes, lags: Lags) -> None:
-        self._request = request
+    def __init__(self, seed: int, lags: Lags) -> None:
+        self._seed = seed
         self._lags = lags
-        self._id: RequestId | None = None
+        self._has_begun = False
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
-        transport.write(self._request)
+        transport.write(request_of(LONG, is_streamed=True, seed=self._seed))
 
     def data_received(self, data: bytes) -> None:
-        if self._id is not None:
-            self._lags.came(self._id, data.count(_TOKEN))
-        elif (found := _RESPONSE_ID.search(data)) is not None:
-            self._id = RequestId(f"{found[1].decode()}-0")
+        if self._has_begun:
+            self._lags.came(self._seed, data.count(_TOKEN))
+        elif _TOKEN in data:
+            self._has_begun = True
             self.opened.set_result(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -232,19 +231,18 @@ class CrowdPlayer:
         return figures
 
     async def _open(self, num: int) -> list[StreamReader]:
-        request = request_of(LONG, is_streamed=True)
         loop = asyncio.get_running_loop()
         room = asyncio.Semaphore(DIALS)
 
-        async def open_one() -> StreamReader:
+        async def open_one(seed: int) -> StreamReader:
             async with room:
                 _, reader = await loop.create_connection(
-                    lambda: StreamReader(request, self._lags), self._host, self._port
+                    lambda: StreamReader(seed, self._lags), self._host, self._port
                 )
                 await reader.opened
                 return reader
 
-        return list(await asyncio.gather(*(open_one() for _ in range(num))))
+        return list(await asyncio.gather(*(open_one(seed) for seed in range(num))))
 
     async def _step(self, nodes: list[PlayedNode], crowd: Crowd, at_s: float) -> None:
         """Send a token for every sequence of a node at each interval, late ones at once."""
@@ -254,7 +252,7 @@ class CrowdPlayer:
         while at_s < end_s:
             await asyncio.sleep(at_s - time.monotonic())
             for node in nodes:
-                self._lags.sent(list(node.running))
+                self._lags.sent(node.running.values())
                 node.step(index)
             at_s = at_s + crowd.step_s
             index = index + 1
@@ -291,9 +289,9 @@ class CrowdPlayer:
         return _figures(lags_s, time.monotonic() - began_s)
 
 
-def request_of(num_tokens: int, *, is_streamed: bool) -> bytes:
+def request_of(num_tokens: int, *, is_streamed: bool, seed: int = 0) -> bytes:
     """Return a request, whose connection stays open if it is a short one."""
-    fields = {"prompt": PROMPT, "max_tokens": num_tokens, "temperature": 0, "stream": is_streamed}
+    fields = {"prompt": PROMPT, "max_tokens": num_tokens, "seed": seed, "stream": is_streamed}
     body = json.dumps(fields).encode()
     head = (
         "POST /v1/completions HTTP/1.1\r\nHost: router\r\n"
