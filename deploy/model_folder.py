@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from baton.model.checkpoint.draft_files import check_drafts
 from baton.model.checkpoint.lora_files import folders_of, read_adapters
 from baton.model.checkpoint.weight_files import (
     INDEX,
@@ -71,6 +72,8 @@ def with_model(config: ClusterConfig, *, needs_weights: bool = True) -> ClusterC
                 )
                 # The processes that this one starts need not say it again.
                 config = with_values(config, {"model.dtype": "float32"})
+    if needs_weights:
+        check_drafts(folder, decoder, config.engine)
     model = msgspec.structs.replace(
         config.model,
         path=str(folder),

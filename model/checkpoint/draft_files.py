@@ -40,11 +40,24 @@ class _RawEagle(msgspec.Struct):
     eagle_config: _RawTaps | None = None
 
 
+def check_drafts(folder: Path, config: DecoderConfig | None, engine: EngineConfig) -> None:
+    """Raise `ConfigError` if the settings ask for drafts that a model cannot have.
+
+    `config` is None for a model that runs in transformers' code.
+    """
+    if config is not None:
+        with_draft_head(folder, config, engine)
+    elif engine.has_draft_head:
+        raise ConfigError(f"{METHOD}: transformers' code drafts no tokens; use ngram")
+
+
 def with_draft_head(folder: Path, config: DecoderConfig, engine: EngineConfig) -> DecoderConfig:
     """Return the decoder with what drafts tokens, if the settings ask for it."""
     if not engine.has_draft_head:
         return config
     if engine.speculative_method == "eagle3":
+        if not engine.speculative_model:
+            raise ConfigError(f"{MODEL}: name the folder of an EAGLE-3 draft (--speculative-model)")
         eagle = _eagle(Path(engine.speculative_model), config)
         return msgspec.structs.replace(config, eagle=eagle)
     family = BY_MODEL_TYPE[config.family]

@@ -21,7 +21,7 @@ from baton.kv_transfer.agent import TransferAgent, make_port
 from baton.kv_transfer.interfaces import PoolMemory
 from baton.kv_transfer.pools import DevicePool, HostPool
 from baton.kv_transfer.tiers import make_tiers
-from baton.model.checkpoint.draft_files import METHOD, with_draft_head
+from baton.model.checkpoint.draft_files import METHOD, check_drafts, with_draft_head
 from baton.model.checkpoint.lora_files import (
     Adapter,
     check_takes_adapters,
@@ -317,8 +317,7 @@ def _described(config: ClusterConfig, folder: Path, num_ranks: int) -> AnyConfig
         decoder = with_draft_head(folder, decoder, config.engine)
         check_split(decoder, num_ranks)
         return decoder
-    if config.engine.has_draft_head:
-        raise ConfigError(f"{METHOD}: transformers' code drafts no tokens; use ngram")
+    check_drafts(folder, None, config.engine)
     if num_ranks > 1:
         architecture, _ = check_for_transformers(folder)
         raise ConfigError(

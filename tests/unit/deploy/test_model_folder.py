@@ -12,7 +12,7 @@ from huggingface_hub import constants
 
 from baton.deploy.model_folder import CHECKPOINT, check_tokenizer, with_model
 from baton.deploy.serve import greeting
-from baton.protocol.config import ClusterConfig, ModelConfig
+from baton.protocol.config import ClusterConfig, EngineConfig, ModelConfig
 from baton.protocol.errors import ConfigError
 from tests.support.pooling_folders import embedding_folder
 
@@ -46,6 +46,21 @@ def test_a_model_that_makes_no_tokens_gets_prefill_nodes_alone():
         assert (found.prefill, found.decode) == (max(1, prefill), 0)
     with pytest.raises(ConfigError, match="makes no tokens"):
         with_model(ClusterConfig(model=ModelConfig(path=str(folder), convert="none")))
+
+
+def test_drafts_that_a_model_cannot_have_are_refused_before_anything_starts(tmp_path):
+    for path in ("", str(CHECKPOINT)):
+        model = ModelConfig(path=path)
+        for method, why in (
+            ("mtp", "no layer that baton can draft with"),
+            ("eagle3", "config.json"),
+        ):
+            engine = EngineConfig(
+                num_speculative_tokens=2, speculative_method=method, speculative_model=str(tmp_path)
+            )
+            with pytest.raises(ConfigError, match=why):
+                with_model(ClusterConfig(model=model, engine=engine))
+            with_model(ClusterConfig(model=model, engine=engine), needs_weights=False)
 
 
 def test_what_is_no_model_is_refused(tmp_path):
