@@ -222,6 +222,7 @@ class CrowdPlayer:
                     offset_s = crowd.step_s * index / len(self._decodes)
                     group.create_task(self._step(nodes, crowd, began_s + offset_s))
         figures = _figures(self._lags.lags_s, time.monotonic() - began_s)
+        assert figures.num_ended or crowd.step_s is None, "no token was known by its stream's seed"
         self._lags = Lags()
         for reader in readers:
             assert reader.transport is not None
