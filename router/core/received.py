@@ -12,8 +12,6 @@ import msgspec
 
 from baton.protocol.errors import RequestError
 
-MAX_RECEIVED = (1 << 31) - 1
-
 
 def digest_of(token_ids: Sequence[int], digest: int = 0) -> int:
     """Return the digest, of 32 bits, of the tokens that have `digest` and of these after them."""
