@@ -302,6 +302,9 @@ def serve(descriptor: int, kind: type[J], answer: Callable[[J], object]) -> None
                     _work(job, (control, wake, woken, *others), limits, decoder, answer)
                 jobs[job.fileno()] = (pid, job)
                 poll.register(job, 0)  # only its end is of interest
+                # The job itself may be killed before it can say anything.
+                with contextlib.suppress(OSError):
+                    job.send(_TAKEN)
             elif ready in jobs:  # the router gave the job up
                 poll.unregister(ready)
                 os.kill(jobs[ready][0], signal.SIGKILL)
@@ -345,7 +348,6 @@ def _work(
         signal.setitimer(signal.ITIMER_PROF, cpu_s)  # SIGPROF ends the process in any code
         # A native library reports lack of memory to stderr, once for each hostile job.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
-        job.sendall(_TAKEN)
         data = bytearray()
         while received := job.recv(_READ_BYTES):
             data += received
