@@ -11,13 +11,15 @@ from typing import assert_never
 
 import msgspec
 
-from baton.decode_node.stream import HeadDrafts, PromptLookup, Stream, fork_prompt
-from baton.decode_node.waiting_queue import PendingPrompt, WaitingQueue
+from baton.decode_node.admission import admit, fork_prompt, refusal
+from baton.decode_node.speculation import Speculation
 from baton.kv_transfer.interfaces import (
+    Abandon,
     BlocksCopied,
     BlocksDrained,
     BlocksSaved,
     ConnectorReport,
+    Expect,
     KVReceived,
     OfferBroken,
     PrefixWanted,
@@ -27,26 +29,21 @@ from baton.kv_transfer.interfaces import (
     TierOpened,
 )
 from baton.node.scheduling.block_pool import BlockPool
-from baton.node.scheduling.checkpoints import StepCopies
+from baton.node.scheduling.outputs import Origin, Outputs
 from baton.node.scheduling.plan import Slice, StepPlan, StepResult
 from baton.node.scheduling.prefix_reads import PrefixOffers
-from baton.node.scheduling.prompt_reads import PrefixReads
-from baton.node.scheduling.requests import ByRequest, Choices, Origin, Outputs
-from baton.node.scheduling.scheduler import NodeLimits, load_of, problem_of
-from baton.node.scheduling.sequence import Sequence, no_token
-from baton.node.scheduling.tiers import Tiers
-from baton.protocol.codec import MalformedMessage
+from baton.node.scheduling.request import Request, Sequence, no_token
+from baton.node.scheduling.requests import Requests
+from baton.node.scheduling.scheduler import NodeLimits, load_of
 from baton.protocol.errors import Failure, NodeError, TransferError
 from baton.protocol.ids import Key
 from baton.protocol.messages import (
-    CancelDone,
     Decode,
     Failed,
     FirstToken,
     Load,
     Offered,
     Prefill,
-    PromptLogprobs,
     StageTimes,
     TokenLogprobs,
 )
@@ -57,206 +54,189 @@ class DecodeScheduler:
         self.pool = pool
         self.limits = limits
         self.outputs = Outputs()
-        self._copies = StepCopies(pool)
-        self.tiers = Tiers(pool, self.outputs)
-        self._reads = PrefixReads(
-            pool, self.outputs, self.tiers, repeats_last=limits.has_draft_head
-        )
-        self.queue = WaitingQueue(pool, self.outputs, limits, self._copies, self._reads)
-        self._running: dict[Key, Stream] = {}  # in order of joining
-        self._by_request: ByRequest[Stream] = ByRequest()  # the same
-        self._num_running: Counter[Key] = Counter()  # by the message that asked for them
-        self._leaving: dict[Key, Stream] = {}  # ended, but still part of a launched step
+        self.requests = Requests(pool, limits, self.outputs, Abandon, self._leave)
+        self.tiers = self.requests.tiers
+        self._running: dict[Key, Sequence] = {}  # in order of joining
+        self._num_running: Counter[Key] = Counter()  # of each request
+        self._leaving: dict[Key, Sequence] = {}  # ended, but still part of a launched step
         self._prefixes = PrefixOffers(pool, self.outputs)
-        self._step_id = 0
+        self._speculation = Speculation(limits)
         self._num_launched = 0  # steps
 
     # --- requests ------------------------------------------------------------------------------
 
     def add(self, now_s: float, origin: Origin, message: Prefill | Decode) -> None:
-        problem = problem_of(message, self.limits, self._uses)
-        if problem is not None or not isinstance(message, Decode):
-            error = problem or MalformedMessage("a decode node was sent a Prefill")
-            self.outputs.send(origin, Failed(message.key, error.to_failure()))
+        request = self.requests.take_in(now_s, origin, message, Decode)
+        if request is None:
             return
-        self._supersede(Choices.of(message))
-        self.queue.add(now_s, origin, message)
+        failure = refusal(request, self.pool, self.limits)
+        if failure is not None:
+            self.outputs.send(origin, Failed(message.key, failure))
+            return
+        self.requests.add(request)
+        if request.peer is None:
+            self.requests.line.add(now_s, request)
+        else:
+            request.is_handed_over = True
+            self.outputs.to_connector.append(Expect(request.key, request.peer))
 
     def cancel(self, origin: Origin, keys: tuple[Key, ...]) -> None:
-        for request_id in dict.fromkeys(key.request_id for key in keys):
-            for prompt in self.queue.of(request_id):
-                if prompt.choices.cancel(keys):
-                    self.queue.end(prompt)
-        for key in keys:
-            stream = self._running.get(key)
-            if stream is not None:
-                self._leave(stream)
-        self.outputs.send(origin, CancelDone(keys))
+        self.requests.cancel(origin, keys)
 
     def forget(self, origin: Origin) -> None:
         # To the router, which prefill may still reach, this must look like a lost node and not like
         # a cancel.
         lost = NodeError("the decode node lost the channel to its router").to_failure()
-        for prompt in list(self.queue.pending.values()):
-            if prompt.origin == origin and not prompt.is_ended:
-                self.queue.end(prompt, lost)
-        for stream in list(self._running.values()):
-            if stream.origin == origin:
-                self._leave(stream)
+        for request in self.requests.of_router(origin):
+            if request.key in self.requests.prompts:
+                self.requests.end(request, lost)
+            for choice in sorted(request.live & request.sequences.keys()):
+                self._leave(request.sequences[choice])
 
     def on_report(self, now_s: float, report: ConnectorReport) -> None:
         match report:
             case Offered():
-                self.queue.offered(now_s, report)
-            case KVReceived():
+                self._offered(now_s, report)
+            case KVReceived(key=key) if self.requests.prompts[key].is_handed_over:
                 self._received(now_s, report)
-            case ReceiveEnded():
-                self._receive_ended(now_s, report)
-            case BlocksDrained(block_ids=block_ids):
-                self.pool.readmit(block_ids)
             case PrefixWanted():
                 self._prefixes.wanted(report)
             case Released(key=key):
                 self._prefixes.released(key)
             case OfferBroken():
                 pass  # the blocks may not be taken back before Released
-            case ReceiveBroken():
-                self._reads.broken(now_s, self.queue.pending[report.key])
+            case KVReceived() | ReceiveBroken() | ReceiveEnded() | BlocksDrained():
+                self.requests.on_report(now_s, report)
             case TierOpened() | BlocksCopied() | BlocksSaved():
-                self.tiers.on_report(now_s, report)
+                self.requests.on_report(now_s, report)
             case _:
                 assert_never(report)
+
+    def _offered(self, now_s: float, offer: Offered) -> None:
+        """Queue a request whose blocks prefill holds, because it now needs blocks here."""
+        request = self.requests.prompts[offer.key]
+        if request.is_ended:
+            return
+        if offer.num_tokens == request.prompt.num_tokens:
+            self.requests.line.add(now_s, request)
+        else:
+            text = f"prefill offers {offer.num_tokens} tokens of {request.prompt.num_tokens}"
+            self.requests.fail(request, TransferError(text).to_failure())
+
+    def _received(self, now_s: float, report: KVReceived) -> None:
+        request = self.requests.prompts[report.key]
+        request.is_handed_over = False
+        if request.is_ended:  # its blocks came while the cancel was on its way
+            self.requests.release_if_idle(request)
+            return
+        if not self._fit(report.tokens, request):
+            text = "the first tokens from prefill do not match the request"
+            self.requests.fail(request, TransferError(text).to_failure())
+            return
+        prompt = request.prompt
+        prompt.start_at(prompt.num_tokens)  # its choices repeat what they need
+        prompt.store_prefix(self.pool)
+        times = StageTimes(
+            transfer_s=report.transfer_s,
+            exposed_s=report.exposed_s,
+            transfer_bytes=report.num_bytes,
+            num_cached_tokens=report.num_cached_tokens,
+        )
+        for sequence in self._join(now_s, request, report.tokens, times, every=False):
+            if not sequence.wants_step:  # prefill may accept longer sequences than this node
+                self.outputs.emit(request.origin, sequence.entry("length"))
+                self._leave(sequence)
+
+    def _fit(self, tokens: tuple[FirstToken, ...], request: Request) -> bool:
+        """Return whether a peer's first tokens are valid, before they reach a step."""
+        is_whole = len(tokens) == len(request.every)
+        return is_whole and all(0 <= t.token_id < self.limits.vocab_size for t in tokens)
 
     # --- steps ---------------------------------------------------------------------------------
 
     def plan(self, now_s: float) -> StepPlan | None:
         self.tiers.write_back(now_s)
-        if self._num_launched and self._has_guesses:
+        if self._num_launched and self._speculation.is_ahead(self._running.values()):
             return None  # all take the next step together, once the tokens before it are known
         num_slots = self.limits.max_num_seqs
         num_growing = min(len(self._running), num_slots)
-        self.queue.reserve(now_s, len(self._num_running), num_growing)
-        computing = self.queue.computing()
+        admit(self.requests, now_s, len(self._num_running), num_growing)
+        computing = [
+            request
+            for request in self.requests.computing.values()
+            if request.is_computed_here and request.read is None
+        ]
         slices = self._decode_slices(num_slots - len(computing))
         num_decoding = sum(part.length for part in slices)
         budget = max(self.limits.max_num_batched_tokens - num_decoding, self.pool.block_size)
-        room = self.limits.max_first_tokens
-        for prompt in computing:
-            every = prompt.choices.every
-            if budget <= 0 or len(slices) == self.limits.max_num_seqs or len(every) > room:
-                break
-            if prompt.sequence.num_unplanned_tokens:
-                self._copies.save(prompt.sequence, num_growing)
-                slices.append(prompt.sequence.chunk(budget, every, self._step_id + 1))
-                budget -= slices[-1].length
-                room -= slices[-1].num_sampled
+        self.requests.add_chunks(slices, computing, budget, num_growing)
         if not slices:
             if not self._running and not computing:  # all ended before their first step
-                self._copies.drop()
+                self.requests.copies.drop()
             return None
-        self._step_id += 1
         self._num_launched += 1
-        copies = self._copies.take(self._step_id)
-        return StepPlan(self._step_id, tuple(slices), copies, generations=self.pool.take_fresh())
+        return self.requests.launch(slices)
 
     def settle(self, now_s: float, plan: StepPlan, result: StepResult) -> None:
         self._num_launched -= 1
-        self._copies.settle(plan)
-        num_tokens = sum(part.length for part in plan.slices)
-        self._reads.costs.computed(now_s, num_tokens, result.ended_s - result.started_s)
+        self.requests.settle(now_s, plan, result)
         failed = dict(result.failed)
         logprobs = dict(result.logprobs)
         drafts = dict(result.drafts)
-        of_prompts = dict(result.prompt_logprobs)
+        prompt_logprobs = dict(result.prompt_logprobs)
         for index, (done, tokens) in enumerate(zip(plan.slices, result.tokens, strict=True)):
             scores = logprobs.get(index, ())
-            stream = self._running.get(done.key) or self._leaving.get(done.key)
-            if stream is not None:
-                stream.take_drafts(drafts.get(index, ()))
-                self._settle_stream(stream, done, tokens, result, failed.get(index), scores)
-            else:
-                if index in of_prompts:  # a router that has cancelled it drops them
-                    origin = self.queue.pending[done.key].origin
-                    self.outputs.send(origin, PromptLogprobs(done.key, of_prompts[index]))
-                self._settle_prompt(now_s, done, tokens, failed.get(index), scores)
+            problem = failed.get(index)
+            sequence = self._running.get(done.key) or self._leaving.get(done.key)
+            if sequence is not None:
+                self._speculation.take(sequence, drafts.get(index, ()))
+                self._settle_sequence(sequence, done, tokens, result, problem, scores)
+                continue
+            request = self.requests.settle_chunk(done, tokens, problem, prompt_logprobs.get(index))
+            if request is not None and tokens:
+                self._begin(now_s, request, tokens, scores)
 
     def loras_in_use(self) -> set[str]:
-        sequences = [prompt.sequence for prompt in self.queue.pending.values()]
-        streams = (*self._running.values(), *self._leaving.values())
-        sequences += [stream.sequence for stream in streams]
-        return {sequence.sampling.lora for sequence in sequences}
+        return self.requests.loras()
 
     def load(self) -> Load:
-        return load_of(self.pool, len(self._running), self.queue.num_waiting)
+        return load_of(self.pool, len(self._running), len(self.requests.prompts))
 
     def in_progress(self) -> dict[Origin, list[Key]]:
-        found: dict[Origin, list[Key]] = {}
-        every: list[PendingPrompt | Stream] = [
-            *self.queue.in_progress(),
-            *self._running.values(),
-        ]
-        for one in every:
-            found.setdefault(one.origin, []).extend(one.keys)
-        return found
+        keys = self.requests.in_progress()
+        for sequence in self._running.values():
+            keys.setdefault(sequence.request.origin, []).append(sequence.key)
+        return keys
 
     # --- inside --------------------------------------------------------------------------------
-
-    def _uses(self, choices: Choices) -> bool:
-        if any(key in self._running or key in self._leaving for key in choices.keys):
-            return True
-        pending = self.queue.of(choices.key.request_id)
-        return any(prompt.choices.overlaps(choices) for prompt in pending)
-
-    def _supersede(self, newer: Choices) -> None:
-        """End lower attempts at the same choices."""
-        for prompt in self.queue.of(newer.key.request_id):
-            if prompt.choices.supersede(newer):
-                self.queue.end(prompt)
-        for stream in self._by_request.of(newer.key.request_id):
-            key = stream.sequence.key
-            if any(key.is_superseded_by(other) for other in newer.keys):
-                self._leave(stream)
 
     def _decode_slices(self, num_slots: int) -> list[Slice]:
         slices: list[Slice] = []
         num_guesses = self.limits.max_num_batched_tokens - num_slots  # that fit into a step
-        for stream in self._in_turn(num_slots):
+        for sequence in self._in_turn(num_slots):
             if len(slices) == num_slots:
                 break
-            if stream.wants_step and self._grow(stream):
-                slices.append(self._decode_slice(stream, num_guesses))
+            if sequence.wants_step and self._grow(sequence):
+                slices.append(self._decode_slice(sequence, num_guesses))
                 num_guesses -= slices[-1].num_guesses
         return sorted(slices, key=lambda part: part.length > 1)  # single tokens come first
 
-    def _decode_slice(self, stream: Stream, most_guesses: int) -> Slice:
-        sequence = stream.sequence
-        guesses = stream.guesses()[: max(0, most_guesses)]
+    def _decode_slice(self, sequence: Sequence, most_guesses: int) -> Slice:
+        guesses = self._speculation.guesses(sequence)[: max(0, most_guesses)]
         num_drafts = None
         if self.limits.has_draft_head:
-            num_drafts = self._num_drafts(stream)
+            num_drafts = self._speculation.num_drafts(sequence)
             # Behind the last guess is the row of a token that is sampled, from which drafts follow.
             wanted = len(guesses) + max(1, num_drafts)
-            last = stream.limit - 1 - sequence.num_planned_tokens
+            last = sequence.limit - 1 - sequence.num_planned_tokens
             num_ahead = self._ahead(sequence, min(wanted, last))
             guesses = guesses[: num_ahead - 1]
             num_drafts = min(num_drafts, num_ahead - len(guesses))
-            stream.awaits_drafts = num_drafts > 0
+            self._speculation.expect(sequence, num_drafts)
         elif guesses:
             guesses = guesses[: self._ahead(sequence, len(guesses))]
-        choice = sequence.key.choice
-        return sequence.slice(1, (choice,), self._step_id + 1, guesses, num_drafts)
-
-    @property
-    def _has_guesses(self) -> bool:
-        """Return whether a stream has guesses, or will get some from a step that is launched."""
-        if not self.limits.num_speculative_tokens:
-            return False
-        return any(stream.awaits_drafts or stream.guesses() for stream in self._running.values())
-
-    def _num_drafts(self, stream: Stream) -> int:
-        if stream.guesser is None:
-            return 0
-        return stream.guesser.num_drafts(stream.sequence.num_tokens)
+        samples = (sequence.key.choice,)
+        return sequence.slice(1, samples, self.requests.step_id + 1, guesses, num_drafts)
 
     def _ahead(self, sequence: Sequence, wanted: int) -> int:
         """Return for how many of the `wanted` positions after the next one there are blocks.
@@ -271,226 +251,148 @@ class DecodeScheduler:
             sequence.block_table.extend(self.pool.allocate(min(num_lacking, num_spare)))
         return min(wanted, len(sequence.block_table) * size - position - 1)
 
-    def _in_turn(self, num_slots: int) -> list[Stream]:
-        """Return the running streams, beginning with those that have places if not all do.
+    def _in_turn(self, num_slots: int) -> list[Sequence]:
+        """Return the running sequences, beginning with those that have places if not all do.
 
         The first choice of every request comes before the second choice of any. A request's choices
         keep their order, so choices that have begun finish before others begin.
         """
-        streams = list(self._running.values())
-        if len(streams) <= num_slots:
-            return streams
+        sequences = list(self._running.values())
+        if len(sequences) <= num_slots:
+            return sequences
         turns: Counter[Key] = Counter()
         ranked: list[tuple[int, int]] = []
-        for index, stream in enumerate(streams):
-            if stream.wants_step:
-                ranked.append((turns[stream.asked_by], index))
-                turns[stream.asked_by] += 1
-        return [streams[index] for _, index in sorted(ranked)]
+        for index, sequence in enumerate(sequences):
+            if sequence.wants_step:
+                ranked.append((turns[sequence.request.key], index))
+                turns[sequence.request.key] += 1
+        return [sequences[index] for _, index in sorted(ranked)]
 
-    def _grow(self, stream: Stream) -> bool:
-        """Give the next position a block. Preempt the youngest sequence if none is free."""
-        sequence = stream.sequence
+    def _grow(self, sequence: Sequence) -> bool:
+        """Give the next position a block. Preempt the last sequence in order if none is free."""
         # A head stores the row of the token that is sampled, too.
         end = sequence.num_planned_tokens + self.limits.has_draft_head
         if end < len(sequence.block_table) * self.pool.block_size:
             return True
         if self.pool.num_free == 0 and not (self._leaving or self.tiers.is_copying):
-            youngest = next(reversed(self._running.values()))
+            last = self.requests.line.last_of(self._running.values())
             text = "preempted: no KV block is left to grow into"
             failure = Failure("preempted", text, retryable=True, http_status=503)
-            self.outputs.send(youngest.origin, Failed(youngest.sequence.key, failure))
+            self.outputs.send(last.request.origin, Failed(last.key, failure))
             self.pool.counts.preemptions += 1
-            self._leave(youngest)
-        if stream.is_ended or self.pool.num_free == 0:
+            self._leave(last)
+        if sequence.is_ended or self.pool.num_free == 0:
             return False
         sequence.block_table.extend(self.pool.allocate(1))
         return True
 
-    def _settle_stream(
+    def _settle_sequence(
         self,
-        stream: Stream,
+        sequence: Sequence,
         done: Slice,
-        tokens: tuple[int, ...],
+        sampled: tuple[int, ...],
         result: StepResult,
         problem: str | None,
         logprobs: tuple[TokenLogprobs, ...],
     ) -> None:
-        sequence = stream.sequence
-        tokens = done.kept(tokens)
-        sequence.settle(done, tokens)
-        if stream.is_ended:
-            self._release_if_idle(stream)
+        tokens = sequence.settle(done, sampled)
+        if sequence.is_ended:
+            self._release_if_idle(sequence)
             return
+        origin = sequence.request.origin
         if problem is not None:
-            self.outputs.send(stream.origin, Failed(done.key, no_token(problem)))
-            self._leave(stream)
+            self.outputs.send(origin, Failed(done.key, no_token(problem)))
+            self._leave(sequence)
         if not tokens:
             return
         reason = None
         for index, token_id in enumerate(tokens):
             reason = sequence.finish_reason(token_id, self.limits)
             sequence.token_ids.append(token_id)
-            stream.logprobs += logprobs[index : index + 1]
+            sequence.logprobs += logprobs[index : index + 1]
             if reason is not None:
                 break
-        if done.num_guesses and stream.guesser is not None:
-            stream.guesser.learn(done.num_guesses, len(tokens) - 1, sequence.num_tokens)
+        if done.num_guesses:
+            self._speculation.learn(sequence, done.num_guesses, len(tokens) - 1)
             self.pool.counts.spec_decode_draft_tokens += done.num_guesses
             self.pool.counts.spec_decode_accepted_tokens += len(tokens) - 1
-        if stream.times is not None:
-            stream.times = _with_first_step(stream.times, stream.joined_s, result)
-        self.outputs.emit(stream.origin, stream.entry(reason))
+        if sequence.times is not None:
+            sequence.times = _with_first_step(sequence.times, sequence.joined_s, result)
+        self.outputs.emit(origin, sequence.entry(reason))
         if reason is not None:
-            self._leave(stream)
+            self._leave(sequence)
 
-    def _settle_prompt(
+    def _begin(
         self,
         now_s: float,
-        done: Slice,
+        request: Request,
         tokens: tuple[int, ...],
-        problem: str | None,
         logprobs: tuple[TokenLogprobs, ...],
     ) -> None:
-        prompt = self.queue.pending[done.key]
-        prompt.sequence.settle(done, tokens)
-        if prompt.is_ended:
-            self.queue.release_if_idle(prompt)
-            return
-        if problem is not None:
-            self.queue.fail(prompt, no_token(problem))
-            return
-        prompt.sequence.store_prefix(self.pool)
-        if not tokens:
-            return
-        assert prompt.reserved_s is not None
-        firsts = prompt.sequence.first_tokens(tokens, self.limits, logprobs)
-        times = StageTimes(
-            queue_s=prompt.reserved_s - prompt.arrived_s,
-            prefill_s=now_s - prompt.reserved_s - prompt.prefix_read_s,
-            num_cached_tokens=prompt.num_cached_tokens,
-            num_read_tokens=prompt.num_read_tokens,
-            prefix_read_s=prompt.prefix_read_s,
-        )
-        for stream in self._join(now_s, prompt, firsts, times, every=True):
-            first = firsts[stream.sequence.key.choice - prompt.key.choice]
-            self.outputs.emit(stream.origin, stream.entry(first.finish_reason))
+        """Begin the choices of a prompt that was computed here, with their first tokens."""
+        firsts = request.prompt.first_tokens(tokens, self.limits, logprobs)
+        for sequence in self._join(now_s, request, firsts, request.times(now_s), every=True):
+            first = firsts[sequence.key.choice - request.key.choice]
+            self.outputs.emit(request.origin, sequence.entry(first.finish_reason))
             if first.finish_reason is not None:
-                self._leave(stream)
-
-    def _receive_ended(self, now_s: float, report: ReceiveEnded) -> None:
-        prompt = self.queue.pending.get(report.key)
-        if prompt is None or prompt.is_local:
-            self._prefix_ended(now_s, prompt, report)
-            return
-        self.queue.receive_ended(report)
-
-    def _prefix_ended(
-        self, now_s: float, prompt: PendingPrompt | None, report: ReceiveEnded
-    ) -> None:
-        self.pool.quarantine(report.quarantined)
-        if self._reads.drained(report):
-            return
-        assert prompt is not None
-        goes_on = self._reads.ended(now_s, prompt, report)
-        if prompt.is_ended:
-            self.queue.release_if_idle(prompt)
-        elif not goes_on:
-            self.queue.fail(prompt, report.failure)
-
-    def _received(self, now_s: float, report: KVReceived) -> None:
-        prompt = self.queue.pending[report.key]
-        if prompt.is_local:
-            self._reads.received(now_s, prompt)
-            if prompt.is_ended:
-                self.queue.release_if_idle(prompt)
-            return
-        if prompt.is_ended:  # its blocks came while the cancel was on its way
-            self.queue.release_if_idle(prompt)
-            return
-        if not self._fit(report.tokens, prompt.choices):
-            text = "the first tokens from prefill do not match the request"
-            self.queue.fail(prompt, TransferError(text).to_failure())
-            return
-        sequence = prompt.sequence
-        sequence.start_at(sequence.num_tokens)  # its streams repeat what they need
-        sequence.store_prefix(self.pool)
-        times = StageTimes(
-            transfer_s=report.transfer_s,
-            exposed_s=report.exposed_s,
-            transfer_bytes=report.num_bytes,
-            num_cached_tokens=report.num_cached_tokens,
-        )
-        for stream in self._join(now_s, prompt, report.tokens, times, every=False):
-            if not stream.wants_step:  # prefill may accept longer sequences than this node
-                self.outputs.emit(stream.origin, stream.entry("length"))
-                self._leave(stream)
-
-    def _fit(self, tokens: tuple[FirstToken, ...], choices: Choices) -> bool:
-        """Return whether a peer's first tokens are valid, before they reach a step."""
-        is_whole = len(tokens) == len(choices.every)
-        return is_whole and all(0 <= t.token_id < self.limits.vocab_size for t in tokens)
+                self._leave(sequence)
 
     def _join(
         self,
         now_s: float,
-        prompt: PendingPrompt,
+        request: Request,
         firsts: tuple[FirstToken, ...],
         times: StageTimes,
         *,
         every: bool,
-    ) -> list[Stream]:
-        """Fork the prompt into streams. Without `every`, leave out choices that have ended."""
-        self.queue.take(prompt.key)
+    ) -> list[Sequence]:
+        """Let the choices of a request run. Without `every`, leave out those that have ended."""
+        self.requests.take_prompt(request.key)
         live = {
             choice: first.token_id
-            for choice, first in zip(prompt.choices.every, firsts, strict=True)
-            if choice in prompt.choices.live and (every or first.finish_reason is None)
+            for choice, first in zip(request.every, firsts, strict=True)
+            if choice in request.live and (every or first.finish_reason is None)
         }
-        sequences, copies = fork_prompt(
-            self.pool,
-            prompt.sequence,
-            prompt.tails,
-            live,
-            repeats_last=self.limits.has_draft_head,
-        )
-        self._copies.add(copies)
-        streams: list[Stream] = []
+        copies = fork_prompt(self.pool, request, live, repeats_last=self.limits.has_draft_head)
+        self.requests.copies.add(copies)
+        sequences = list(request.sequences.values())
+        if not sequences:
+            self.requests.remove(request)
         for sequence in sequences:
-            limit = sequence.num_prompt_tokens + sequence.sampling.max_tokens
-            limit = min(limit, self.limits.max_model_len)
-            position = sequence.num_computed_tokens
-            stream = Stream(sequence, prompt.key, prompt.origin, position, limit, now_s, times)
-            first = firsts[sequence.key.choice - prompt.key.choice]
-            stream.logprobs += () if first.logprobs is None else (first.logprobs,)
-            may_guess = self.limits.num_speculative_tokens and not self.pool.state_blocks
-            if may_guess and not sequence.sampling.depends_on_output:
-                has_head = self.limits.has_draft_head
-                stream.guesser = (HeadDrafts if has_head else PromptLookup)(self.limits)
-            self._running[sequence.key] = stream
-            self._by_request.add(sequence.key, stream)
-            self._num_running[prompt.key] += 1
-            streams.append(stream)
-        return streams
+            sequence.limit = request.num_prompt_tokens + request.sampling.max_tokens
+            sequence.limit = min(sequence.limit, self.limits.max_model_len)
+            sequence.num_sent_tokens = sequence.num_computed_tokens
+            sequence.joined_s = now_s
+            sequence.times = times
+            first = firsts[sequence.key.choice - request.key.choice]
+            sequence.logprobs = () if first.logprobs is None else (first.logprobs,)
+            self._speculation.begin(sequence)
+            self._running[sequence.key] = sequence
+            self._num_running[request.key] += 1
+        return sequences
 
-    def _leave(self, stream: Stream) -> None:
-        """Remove a stream from the batch. Its blocks follow when no launched step needs them."""
-        stream.is_ended = True
-        key = stream.sequence.key
-        del self._running[key]
-        self._by_request.remove(key)
-        self._num_running[stream.asked_by] -= 1
-        if not self._num_running[stream.asked_by]:
-            del self._num_running[stream.asked_by]
-        self._leaving[key] = stream
-        self._release_if_idle(stream)
+    def _leave(self, sequence: Sequence) -> None:
+        """Remove a sequence from the batch. Its blocks follow when no launched step needs them."""
+        sequence.is_ended = True
+        request = sequence.request
+        request.live.discard(sequence.key.choice)
+        del self._running[sequence.key]
+        self._num_running[request.key] -= 1
+        if not self._num_running[request.key]:
+            del self._num_running[request.key]
+        self._leaving[sequence.key] = sequence
+        self._speculation.end(sequence)
+        self._release_if_idle(sequence)
 
-    def _release_if_idle(self, stream: Stream) -> None:
-        sequence = stream.sequence
-        if sequence.is_idle:
-            del self._leaving[sequence.key]
-            sequence.store_prefix(self.pool)
-            self.pool.release(sequence.blocks)
+    def _release_if_idle(self, sequence: Sequence) -> None:
+        if not sequence.is_idle:
+            return
+        del self._leaving[sequence.key]
+        sequence.store_prefix(self.pool)
+        self.pool.release(sequence.blocks)
+        del sequence.request.sequences[sequence.key.choice]
+        if not sequence.request.sequences:
+            self.requests.remove(sequence.request)
 
 
 def _with_first_step(times: StageTimes, joined_s: float, result: StepResult) -> StageTimes:

@@ -11,7 +11,7 @@ import msgspec
 
 from baton.kv_transfer.interfaces import DialPeer, DropPeer, FromPeer, PeerLost, PeerName, ToPeer
 from baton.node.router_channel import RouterChannel, RouterStanding
-from baton.node.scheduling.requests import Origin
+from baton.node.scheduling.outputs import Origin
 from baton.protocol.codec import (
     NodeInbox,
     Unreadable,

@@ -11,7 +11,7 @@ from math import lcm
 
 from baton.node.scheduling.block_pool import BlockPool
 from baton.node.scheduling.plan import StepPlan
-from baton.node.scheduling.sequence import Sequence
+from baton.node.scheduling.request import Sequence
 from baton.protocol.blocks import BlockHash, blocks_for, state_hashes
 
 UNIT_TOKENS = 64  # checkpoints are at multiples of it

@@ -95,7 +95,7 @@ class StepResult(msgspec.Struct, frozen=True):
     It holds none if a grammar was not compiled in time, so that the sample has to be repeated, and
     if slice i is in `failed`, with the reason why nothing can be sampled for it. `logprobs` has the
     slices that ask for them, by number, `prompt_logprobs` those of targets, in the form of
-    `PromptLogprobs`, and `pooled` what `pooling.PooledPrompt` takes. `drafts` has what may follow
+    `PromptLogprobs`, and `pooled` what `pooling.pooled_with` takes. `drafts` has what may follow
     the last token that each slice keeps, if the slice asks for drafts.
     `started_s` and `ended_s` are seconds since this host's boot. A result is delivered after every
     store of its step is finished and visible to transports.

@@ -11,27 +11,21 @@ from baton.protocol.pooling import Pooling
 SUM_SCALE = 1 << 32
 
 
-class PooledPrompt:
-    def __init__(self) -> None:
-        self._sums: list[int] = []
-        self._row = b""
+def pooled_with(before: bytes, pooling: Pooling | None, data: bytes) -> bytes:
+    """Return what is pooled of a prompt, from that of its chunks `before` and a step's `data`.
 
-    def add(self, pooling: Pooling | None, data: bytes) -> None:
-        """Add what a step returns of a slice.
+    A step returns a row of fp32 numbers for a slice, or for `mean` the int64 sums of its rows in
+    units of 1 / `SUM_SCALE`.
+    """
+    if pooling != "mean" or not before:
+        return data
+    sums = zip(array("q", before), array("q", data), strict=True)
+    return array("q", [earlier + later for earlier, later in sums]).tobytes()
 
-        That is a row of fp32 numbers, or for `mean` the int64 sums of the slice's rows in units of
-        1 / `SUM_SCALE`.
-        """
-        if pooling != "mean":
-            self._row = data
-            return
-        more = array("q", data)
-        sums = self._sums or [0] * len(more)
-        self._sums = [one + other for one, other in zip(sums, more, strict=True)]
 
-    def numbers(self, num_tokens: int) -> bytes:
-        """Return the pooled row of a prompt of so many tokens, as fp32 numbers."""
-        if not self._sums:
-            return self._row
-        divisor = SUM_SCALE * num_tokens
-        return array("f", [one / divisor for one in self._sums]).tobytes()
+def pooled_numbers(pooled: bytes, pooling: Pooling | None, num_tokens: int) -> bytes:
+    """Return the pooled row of a prompt of so many tokens, as fp32 numbers."""
+    if pooling != "mean":
+        return pooled
+    divisor = SUM_SCALE * num_tokens
+    return array("f", [total / divisor for total in array("q", pooled)]).tobytes()

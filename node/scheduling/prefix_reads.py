@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from baton.kv_transfer.interfaces import Offer, PrefixWanted, RefusePrefix
 from baton.node.scheduling.block_pool import BlockPool
-from baton.node.scheduling.requests import Outputs
+from baton.node.scheduling.outputs import Outputs
 from baton.protocol.blocks import unpack_hashes
 from baton.protocol.errors import TransferError
 from baton.protocol.ids import MAX_KEYS, Key, NodeId

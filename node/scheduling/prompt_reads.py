@@ -6,8 +6,6 @@ prompt is computed.
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
-from typing import Protocol
 
 from baton.kv_transfer.interfaces import (
     TIER_TIMEOUT,
@@ -18,42 +16,14 @@ from baton.kv_transfer.interfaces import (
     TierPart,
 )
 from baton.node.scheduling.block_pool import BlockPool
+from baton.node.scheduling.outputs import Outputs
 from baton.node.scheduling.prefix_reads import MAX_READ_BLOCKS, PrefixCosts
-from baton.node.scheduling.requests import Outputs
-from baton.node.scheduling.sequence import Sequence
+from baton.node.scheduling.request import PrefixRead, Request, Sequence
 from baton.node.scheduling.tiers import FASTEST_FIRST, Tiers
 from baton.protocol.blocks import BlockHash, pack_hashes
 from baton.protocol.errors import Cancelled, Failure, TransferError
 from baton.protocol.ids import Key, NodeId
 from baton.protocol.messages import Offered
-
-
-@dataclass(slots=True)
-class PrefixRead:
-    """A prompt's read of its first tokens' blocks."""
-
-    source: NodeId  # or the name of the slowest tier
-    num_held_blocks: int  # that were here, so they are not read
-    num_wanted_blocks: int
-    began_s: float
-    landing: list[int] = field(default_factory=list)  # read into; empty until they are offered
-    is_of_tier: bool = False
-
-
-class ReadingPrompt(Protocol):
-    """A prompt that has its blocks."""
-
-    sequence: Sequence
-    read: PrefixRead | None  # until it has ended
-    is_ended: bool
-    num_cached_tokens: int
-    num_read_tokens: int
-    prefix_read_s: float
-
-    @property
-    def prefix_node(self) -> NodeId | None:
-        """Return the node that probably has blocks of its first tokens."""
-        ...
 
 
 class PrefixReads:
@@ -68,7 +38,7 @@ class PrefixReads:
         # Blocks that bytes may still reach although their prompts have others by now.
         self._draining: dict[Key, list[int]] = {}
 
-    def begin(self, now_s: float, prompt: ReadingPrompt, num_held_blocks: int) -> None:
+    def begin(self, now_s: float, request: Request, num_held_blocks: int) -> None:
         """Read a prompt's first tokens that this node lacks, where that is quicker.
 
         Its tiers come first, and then another node that may have more.
@@ -76,22 +46,22 @@ class PrefixReads:
         pool = self._pool
         if pool.state_blocks or not pool.caches_prefixes:
             return
-        sequence = prompt.sequence
+        sequence = request.prompt
         hashes = sequence.hash_blocks(pool.block_size, sequence.num_reusable_tokens)
         hashes = hashes[: num_held_blocks + MAX_READ_BLOCKS]
         parts = self._tiers.find(hashes[num_held_blocks:])
-        if parts and self._load(now_s, prompt, num_held_blocks, parts):
+        if parts and self._load(now_s, request, num_held_blocks, parts):
             return
-        self._fetch(now_s, prompt, num_held_blocks, hashes[:MAX_READ_BLOCKS])
+        self._fetch(now_s, request, num_held_blocks, hashes[:MAX_READ_BLOCKS])
 
-    def are_likely(self, prompt: ReadingPrompt) -> bool:
+    def are_likely(self, request: Request) -> bool:
         """Return whether a prompt that has no blocks yet will probably read some."""
-        if prompt.prefix_node is not None:
+        if request.prefix_node is not None:
             return True
         if not self._tiers.by_name:
             return False
         size = self._pool.block_size
-        sequence = prompt.sequence
+        sequence = request.prompt
         hashes = sequence.hash_blocks(size, sequence.num_reusable_tokens)
         num_known = len(self._pool.cache.lookup(hashes)) * size
         return self.costs.are_worth_it(self.num_held_tokens(sequence, num_known))
@@ -104,7 +74,7 @@ class PrefixReads:
         return sum(len(part.slots) for part in parts) * size
 
     def _load(
-        self, now_s: float, prompt: ReadingPrompt, num_held_blocks: int, parts: list[TierPart]
+        self, now_s: float, request: Request, num_held_blocks: int, parts: list[TierPart]
     ) -> bool:
         """Read blocks from tiers. Return False if they should be computed."""
         slowest = max((part.tier for part in parts), key=FASTEST_FIRST.index)
@@ -115,80 +85,80 @@ class PrefixReads:
         if timeout_s is None:
             return False
         end = num_held_blocks + num_blocks
-        landing = prompt.sequence.block_table[num_held_blocks:end]
-        prompt.read = PrefixRead(source, num_held_blocks, end, now_s, landing, is_of_tier=True)
-        self._tiers.load(prompt.sequence.key, parts, landing, timeout_s)
+        landing = request.prompt.block_table[num_held_blocks:end]
+        request.read = PrefixRead(source, num_held_blocks, end, now_s, landing, is_of_tier=True)
+        self._tiers.load(request.prompt.key, parts, landing, timeout_s)
         return True
 
     def _fetch(
         self,
         now_s: float,
-        prompt: ReadingPrompt,
+        request: Request,
         num_held_blocks: int,
         hashes: Items[BlockHash],
     ) -> None:
         """Ask another node for blocks, if it may have them."""
-        source = prompt.prefix_node
+        source = request.prefix_node
         if source is None:
             return
         num_lacking = (len(hashes) - num_held_blocks) * self._pool.block_size
         timeout_s = self.costs.timeout_s(now_s, source, num_lacking)
         if timeout_s is None:
             return
-        prompt.read = PrefixRead(source, num_held_blocks, len(hashes), now_s)
+        request.read = PrefixRead(source, num_held_blocks, len(hashes), now_s)
         packed = pack_hashes(hashes)
-        key = prompt.sequence.key
+        key = request.prompt.key
         self._outputs.to_connector.append(
             FetchPrefix(key, source, packed, num_held_blocks, timeout_s)
         )
 
-    def offered(self, prompt: ReadingPrompt, offered: Offered) -> None:
+    def offered(self, request: Request, offered: Offered) -> None:
         """Say where the blocks of a source go."""
-        read = prompt.read
-        if prompt.is_ended or read is None:
+        read = request.read
+        if request.is_ended or read is None:
             return  # its Abandon is on its way
         if not read.num_held_blocks < offered.num_blocks <= read.num_wanted_blocks:
             error = TransferError("the number of blocks offered is not the number asked for")
             self._outputs.to_connector.append(Abandon(offered.key, error.to_failure()))
             return
-        table = prompt.sequence.block_table
+        table = request.prompt.block_table
         read.landing = table[read.num_held_blocks : offered.num_blocks]
         begin = BeginReceive(offered.key, read.num_held_blocks, tuple(read.landing))
         self._outputs.to_connector.append(begin)
 
-    def received(self, now_s: float, prompt: ReadingPrompt) -> None:
+    def received(self, now_s: float, request: Request) -> None:
         """Let a prompt go on after the tokens that have been read."""
-        read = prompt.read
-        prompt.read = None
+        read = request.read
+        request.read = None
         assert read is not None
         if read.is_of_tier:
-            self._tiers.loaded(prompt.sequence.key)
-        if prompt.is_ended:
+            self._tiers.loaded(request.prompt.key)
+        if request.is_ended:
             return
         size = self._pool.block_size
         num_held_blocks = read.num_held_blocks + len(read.landing)
         num_tokens = len(read.landing) * size
         took_s = now_s - read.began_s
         position = num_held_blocks * size
-        prompt.sequence.start_at(position, repeats_last=self._repeats_last)
-        prompt.num_cached_tokens = prompt.sequence.num_computed_tokens
-        prompt.num_read_tokens += num_tokens
-        prompt.prefix_read_s += took_s
+        request.prompt.start_at(position, repeats_last=self._repeats_last)
+        request.num_cached_tokens = request.prompt.num_computed_tokens
+        request.num_read_tokens += num_tokens
+        request.prefix_read_s += took_s
         self.costs.read(now_s, read.source, num_tokens, took_s)
         self._pool.counts.read_from(read.source, num_tokens)
         if read.is_of_tier:
-            self.begin(now_s, prompt, num_held_blocks)
+            self.begin(now_s, request, num_held_blocks)
 
-    def broken(self, now_s: float, prompt: ReadingPrompt) -> None:
+    def broken(self, now_s: float, request: Request) -> None:
         """Compute into other blocks at once, while bytes may still land in those of the read."""
-        read = prompt.read
-        if read is None or prompt.is_ended or self._pool.num_free < len(read.landing):
+        read = request.read
+        if read is None or request.is_ended or self._pool.num_free < len(read.landing):
             return  # until the read has ended
         num_tokens = len(read.landing) * self._pool.block_size
         self.costs.read(now_s, read.source, num_tokens, 2 * (now_s - read.began_s))
-        self._draining[prompt.sequence.key] = read.landing
-        self._replace(prompt.sequence, read.landing)
-        self._give_up(prompt)
+        self._draining[request.prompt.key] = read.landing
+        self._replace(request.prompt, read.landing)
+        self._give_up(request)
 
     def drained(self, report: ReceiveEnded) -> bool:
         """Take back the blocks of a broken read whose prompt goes on in others, if it is one."""
@@ -199,30 +169,28 @@ class PrefixReads:
         self._pool.release([block for block in drained if block not in report.quarantined])
         return True
 
-    def ended(self, now_s: float, prompt: ReadingPrompt, report: ReceiveEnded) -> bool:
+    def ended(self, now_s: float, request: Request, report: ReceiveEnded) -> bool:
         """Let a prompt be computed. Return False if it lacks blocks, because some are lost."""
-        sequence = prompt.sequence
-        read = prompt.read
+        read = request.read
         assert read is not None
         self._tiers.loaded(report.key, report.failure)
         if report.failure.code in ("transfer_timeout", TIER_TIMEOUT):
             num_tokens = read.num_wanted_blocks * self._pool.block_size
             self.costs.read(now_s, read.source, num_tokens, 2 * (now_s - read.began_s))
-        if prompt.is_ended:
-            prompt.read = None
+        if request.is_ended:
+            request.read = None
         else:
-            self._give_up(prompt)
-        if not prompt.is_ended and len(report.quarantined) <= self._pool.num_free:
-            self._replace(sequence, report.quarantined)
+            self._give_up(request)
+        if not request.is_ended and len(report.quarantined) <= self._pool.num_free:
+            self._replace(request.prompt, report.quarantined)
             return True
-        lost = set(report.quarantined)
-        sequence.block_table = [block for block in sequence.block_table if block not in lost]
-        return not lost
+        request.prompt.forget_blocks(report.quarantined)
+        return not report.quarantined
 
-    def abandon(self, prompt: ReadingPrompt, why: Failure | None) -> None:
+    def abandon(self, request: Request, why: Failure | None) -> None:
         """End the read of a prompt that has ended."""
         failure = why or Cancelled("the prompt is not wanted any more").to_failure()
-        self._outputs.to_connector.append(Abandon(prompt.sequence.key, failure))
+        self._outputs.to_connector.append(Abandon(request.prompt.key, failure))
 
     def _replace(self, sequence: Sequence, blocks: Iterable[int]) -> None:
         """Give a sequence fresh blocks instead of some of its own."""
@@ -232,6 +200,6 @@ class PrefixReads:
             next(fresh) if block in gone else block for block in sequence.block_table
         ]
 
-    def _give_up(self, prompt: ReadingPrompt) -> None:
-        prompt.read = None
+    def _give_up(self, request: Request) -> None:
+        request.read = None
         self._pool.counts.failed_prefix_reads += 1

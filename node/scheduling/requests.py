@@ -1,122 +1,284 @@
-"""What schedulers keep by request: its choices that are still wanted, and messages to its router.
+"""The requests of a node: how they come in, get blocks, are computed in chunks, and end.
 
-`origin` is opaque to schedulers: it is the loop's number of the router that sent a request.
+Both schedulers hold one `Requests` and add what their role does with a computed prompt. A prompt's
+blocks are reserved in full before its first chunk, so a prompt that has started never waits for
+blocks. Blocks are given back when no step, read or peer needs them.
 """
 
-from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterable, Iterator
 
-from baton.kv_transfer.interfaces import ConnectorEvent
+from baton.kv_transfer.interfaces import (
+    Abandon,
+    BlocksDrained,
+    KVReceived,
+    ReceiveBroken,
+    ReceiveEnded,
+)
+from baton.node.scheduling.block_pool import BlockPool
+from baton.node.scheduling.checkpoints import StepCopies, reserve
+from baton.node.scheduling.outputs import Origin, Outputs
+from baton.node.scheduling.plan import Slice, StepPlan, StepResult
+from baton.node.scheduling.prompt_reads import PrefixReads
+from baton.node.scheduling.request import Request, Sequence, no_token
+from baton.node.scheduling.scheduler import NodeLimits, problem_of
+from baton.node.scheduling.tiers import TierReport, Tiers
+from baton.node.scheduling.waiting import WaitingLine
+from baton.protocol.codec import MalformedMessage
+from baton.protocol.errors import Cancelled, Failure
 from baton.protocol.ids import Key, RequestId
-from baton.protocol.messages import Decode, Prefill, TokenEntry, Tokens, ToRouter
+from baton.protocol.messages import (
+    CancelDone,
+    Decode,
+    Failed,
+    Offered,
+    Prefill,
+    PromptLogprobs,
+    Withdrawn,
+)
 
-Origin = int
-# Stands for a router that is gone; messages to it are dropped.
-NO_ROUTER: Origin = -1
-
-
-@dataclass(slots=True)
-class Choices:
-    key: Key  # of the lowest choice
-    every: tuple[int, ...]
-    live: set[int]
-
-    @classmethod
-    def of(cls, message: Prefill | Decode) -> "Choices":
-        first = message.key.choice
-        every = tuple(range(first, first + message.num_choices))
-        return cls(message.key, every, set(every))
-
-    @property
-    def keys(self) -> tuple[Key, ...]:
-        return tuple(self.key.of_choice(choice) for choice in self.every)
-
-    def overlaps(self, other: "Choices") -> bool:
-        """Return whether both have a sequence with the same key, even an unwanted one."""
-        return self._is_same_attempt(other.key) and not set(self.every).isdisjoint(other.every)
-
-    def cancel(self, keys: tuple[Key, ...]) -> bool:
-        """Remove the choices that `keys` name. Return True if that removed the last one."""
-        return self._remove({key.choice for key in keys if self._is_same_attempt(key)})
-
-    def supersede(self, newer: "Choices") -> bool:
-        """Remove choices that have a higher attempt. Return True if that removed the last."""
-        if newer.key.request_id != self.key.request_id or newer.key.attempt <= self.key.attempt:
-            return False
-        return self._remove(set(newer.every))
-
-    def _is_same_attempt(self, key: Key) -> bool:
-        return key.request_id == self.key.request_id and key.attempt == self.key.attempt
-
-    def _remove(self, choices: set[int]) -> bool:
-        if not choices & self.live:
-            return False
-        self.live -= choices
-        return not self.live
+# Reports that mean the same to every scheduler.
+SharedReport = Offered | KVReceived | ReceiveBroken | ReceiveEnded | BlocksDrained | TierReport
 
 
-T = TypeVar("T")
+class Requests:
+    """Every request of a node, until its last block is given back.
 
-
-class ByRequest(Generic[T]):
-    """An index, which saves a scan of all requests for every message.
-
-    A request has few items at a time: its attempts that have not ended, and the sequences of the
-    attempt that runs.
+    `give_up` tells the connector that a handoff is not wanted any more, and `leave` ends a choice
+    that runs.
     """
 
-    def __init__(self) -> None:
-        self._items: dict[RequestId, dict[Key, T]] = {}
+    def __init__(
+        self,
+        pool: BlockPool,
+        limits: NodeLimits,
+        outputs: Outputs,
+        give_up: type[Withdrawn] | type[Abandon],
+        leave: Callable[[Sequence], None],
+    ) -> None:
+        self.pool = pool
+        self.limits = limits
+        self.outputs = outputs
+        self.copies = StepCopies(pool)
+        self.tiers = Tiers(pool, outputs)
+        self.reads = PrefixReads(pool, outputs, self.tiers, repeats_last=limits.has_draft_head)
+        self.line = WaitingLine()
+        self.prompts: dict[Key, Request] = {}  # until they are given back or their choices run
+        self.computing: dict[Key, Request] = {}  # of them, those that have blocks, in order
+        self.step_id = 0
+        self._give_up = give_up
+        self._leave = leave
+        self._by_id: dict[RequestId, dict[Key, Request]] = {}  # all
 
-    def add(self, key: Key, item: T) -> None:
-        self._items.setdefault(key.request_id, {})[key] = item
+    def __iter__(self) -> Iterator[Request]:
+        for requests in self._by_id.values():
+            yield from requests.values()
 
-    def remove(self, key: Key) -> None:
-        items = self._items[key.request_id]
-        del items[key]
-        if not items:
-            del self._items[key.request_id]
+    def of_router(self, origin: Origin) -> list[Request]:
+        return [request for request in self if request.origin == origin]
 
-    def of(self, request_id: RequestId) -> list[T]:
-        """Return the items of a request in order of arrival, in a new list."""
-        return list(self._items.get(request_id, {}).values())
+    # --- in and out ----------------------------------------------------------------------------
 
+    def take_in(
+        self, now_s: float, origin: Origin, message: Prefill | Decode, kind: type[Prefill | Decode]
+    ) -> Request | None:
+        """Return a new request, which ends lower attempts at its choices, or answer `Failed`.
 
-@dataclass(slots=True)
-class Outputs:
-    """Messages to routers and to the connector until the loop takes them."""
+        The caller adds it, or refuses it.
+        """
+        problem = problem_of(message, self.limits, self._uses)
+        if problem is None and not isinstance(message, kind):
+            text = f"a {kind.__name__.lower()} node was sent a {type(message).__name__}"
+            problem = MalformedMessage(text)
+        if problem is not None:
+            self.outputs.send(origin, Failed(message.key, problem.to_failure()))
+            return None
+        request = Request.of(message, origin, now_s)
+        for lower in self._of(message.key.request_id):
+            self._drop(lower, lower.supersede(request), "a newer attempt replaced it")
+        return request
 
-    to_routers: list[tuple[Origin, ToRouter]] = field(default_factory=list)
-    to_connector: list[ConnectorEvent] = field(default_factory=list)
-    _entries: dict[Origin, list[TokenEntry]] = field(default_factory=dict)
+    def add(self, request: Request) -> None:
+        self.prompts[request.key] = request
+        self._by_id.setdefault(request.key.request_id, {})[request.key] = request
 
-    def send(self, origin: Origin, message: ToRouter) -> None:
-        if origin != NO_ROUTER:
-            self.flush(origin)
-            self.to_routers.append((origin, message))
+    def cancel(self, origin: Origin, keys: tuple[Key, ...]) -> None:
+        for request_id in dict.fromkeys(key.request_id for key in keys):
+            for request in self._of(request_id):
+                self._drop(request, request.cancel(keys), "the request was cancelled")
+        self.outputs.send(origin, CancelDone(keys))
 
-    def emit(self, origin: Origin, entry: TokenEntry) -> None:
-        """Add tokens. All tokens of one step for one router leave in one message."""
-        if origin != NO_ROUTER:
-            self._entries.setdefault(origin, []).append(entry)
+    def fail(self, request: Request, failure: Failure) -> None:
+        """End a request whose prompt cannot go on, and say so."""
+        self.outputs.send(request.origin, Failed(request.key, failure))
+        self.end(request, failure)
 
-    def flush(self, origin: Origin) -> None:
-        if entries := self._entries.pop(origin, None):
-            self.to_routers.append((origin, Tokens(entries)))
+    def end(self, request: Request, why: Failure | None) -> None:
+        """End a request that has no choices yet. Its blocks follow when nothing needs them.
 
-    def drop(self, origin: Origin) -> None:
-        """Forget what is queued for a router whose session ended; the next one must not get it."""
-        self._entries.pop(origin, None)
-        self.to_routers = [queued for queued in self.to_routers if queued[0] != origin]
+        `why` is None if nothing has to be given up for it.
+        """
+        if request.is_ended:
+            return
+        request.is_ended = True
+        self.line.discard(request)
+        self.computing.pop(request.key, None)
+        if request.is_handed_over and why is not None:
+            self.outputs.to_connector.append(self._give_up(request.key, why))
+        if request.read is not None:
+            self.reads.abandon(request, why)
+        self.release_if_idle(request)
 
-    def take_router_messages(self) -> list[tuple[Origin, ToRouter]]:
-        for origin in list(self._entries):
-            self.flush(origin)
-        taken = self.to_routers
-        self.to_routers = []
-        return taken
+    def release_if_idle(self, request: Request) -> None:
+        """Give back the blocks of an ended request, unless something still needs them."""
+        if request.is_ended and request.is_idle:
+            del self.prompts[request.key]
+            self.remove(request)
+            self.pool.release([*request.prompt.blocks, *request.tails])
 
-    def take_connector_events(self) -> list[ConnectorEvent]:
-        taken = self.to_connector
-        self.to_connector = []
-        return taken
+    def remove(self, request: Request) -> None:
+        """Forget a request that has no blocks any more."""
+        requests = self._by_id[request.key.request_id]
+        del requests[request.key]
+        if not requests:
+            del self._by_id[request.key.request_id]
+
+    def take_prompt(self, key: Key) -> Request:
+        """Return a request whose choices begin, with the blocks that they take over."""
+        self.computing.pop(key, None)
+        return self.prompts.pop(key)
+
+    def on_report(self, now_s: float, report: SharedReport) -> None:
+        """Handle a report of what is read for a prompt, or of a tier."""
+        match report:
+            case Offered():
+                self.reads.offered(self.prompts[report.key], report)
+            case KVReceived():
+                # Readers check the generations of its blocks, which the next step publishes, so
+                # the blocks are announced after it.
+                self.reads.received(now_s, self.prompts[report.key])
+                self.release_if_idle(self.prompts[report.key])
+            case ReceiveBroken():
+                self.reads.broken(now_s, self.prompts[report.key])
+            case ReceiveEnded():
+                self._receive_ended(now_s, report)
+            case BlocksDrained(block_ids=block_ids):
+                self.pool.readmit(block_ids)
+            case _:
+                self.tiers.on_report(now_s, report)
+
+    # --- steps ---------------------------------------------------------------------------------
+
+    def reserve(
+        self, now_s: float, request: Request, num_tails: int = 0, num_kept_free: int = 0
+    ) -> bool:
+        """Give a waiting prompt all of its blocks, the cached prefix first, if there are enough.
+
+        It gets `num_tails` blocks more for its choices, and `num_kept_free` must stay free.
+        """
+        prompt = request.prompt
+        is_computed = request.is_computed_here
+        num_held = prompt.num_reusable_tokens if is_computed else prompt.num_tokens
+        num_cached = reserve(
+            self.pool, prompt, num_held, num_tails + num_kept_free, is_computed=is_computed
+        )
+        if num_cached is None:
+            return False
+        request.tails = self.pool.allocate(num_tails)
+        request.num_cached_tokens = num_cached * self.pool.block_size
+        request.admitted_s = now_s
+        self.line.discard(request)
+        self.computing[request.key] = request
+        if is_computed:
+            prompt.start_at(request.num_cached_tokens, repeats_last=self.limits.has_draft_head)
+            self.copies.restore(prompt)
+        return True
+
+    def add_chunks(
+        self, slices: list[Slice], ready: Iterable[Request], budget: int, num_kept_free: int = 0
+    ) -> None:
+        """Add the next chunks of prompts to a step, in order, while `budget` tokens last."""
+        room = self.limits.max_first_tokens
+        for request in ready:
+            every = request.every
+            if budget <= 0 or len(slices) == self.limits.max_num_seqs or len(every) > room:
+                return
+            if request.prompt.num_unplanned_tokens:
+                self.copies.save(request.prompt, num_kept_free)
+                slices.append(request.prompt.chunk(budget, every, self.step_id + 1))
+                budget -= slices[-1].length
+                room -= slices[-1].num_sampled
+
+    def launch(self, slices: list[Slice]) -> StepPlan:
+        self.step_id += 1
+        copies = self.copies.take(self.step_id)
+        return StepPlan(self.step_id, tuple(slices), copies, generations=self.pool.take_fresh())
+
+    def settle(self, now_s: float, plan: StepPlan, result: StepResult) -> None:
+        """Settle what belongs to a whole step."""
+        self.copies.settle(plan)
+        num_tokens = sum(part.length for part in plan.slices)
+        self.reads.costs.computed(now_s, num_tokens, result.ended_s - result.started_s)
+
+    def settle_chunk(
+        self,
+        done: Slice,
+        tokens: tuple[int, ...],
+        problem: str | None,
+        prompt_logprobs: bytes | None,
+    ) -> Request | None:
+        """Settle a chunk of a prompt. Return its request if that goes on."""
+        request = self.prompts[done.key]
+        request.prompt.settle(done, tokens)
+        if request.is_ended:
+            self.release_if_idle(request)
+            return None
+        if prompt_logprobs is not None:
+            self.outputs.send(request.origin, PromptLogprobs(done.key, prompt_logprobs))
+        if problem is not None:
+            self.fail(request, no_token(problem))
+            return None
+        request.prompt.store_prefix(self.pool)
+        return request
+
+    def in_progress(self) -> dict[Origin, list[Key]]:
+        """Return the prompts that wait for nothing but this node, by router."""
+        keys: dict[Origin, list[Key]] = {}
+        for request in (*self.line, *self.computing.values()):
+            keys.setdefault(request.origin, []).append(request.key)
+        return keys
+
+    def loras(self) -> set[str]:
+        return {request.sampling.lora for request in self}
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _of(self, request_id: RequestId) -> list[Request]:
+        """Return the attempts at a request that have not ended, in order of arrival."""
+        return list(self._by_id.get(request_id, {}).values())
+
+    def _uses(self, message: Prefill | Decode) -> bool:
+        return any(request.uses(message) for request in self._of(message.key.request_id))
+
+    def _drop(self, request: Request, choices: set[int], why: str) -> None:
+        """End choices that are not live any more, and the request with its last one."""
+        for choice in sorted(choices & request.sequences.keys()):
+            self._leave(request.sequences[choice])
+        if choices and not request.live and request.key in self.prompts:
+            self.end(request, Cancelled(why).to_failure())
+
+    def _receive_ended(self, now_s: float, report: ReceiveEnded) -> None:
+        """Go on after a read that has failed, or end a request whose handoff has."""
+        self.pool.quarantine(report.quarantined)
+        if self.reads.drained(report):
+            return
+        request = self.prompts[report.key]
+        goes_on = False
+        if request.read is not None:
+            goes_on = self.reads.ended(now_s, request, report)
+        else:
+            request.is_handed_over = False
+            request.prompt.forget_blocks(report.quarantined)
+        if request.is_ended:
+            self.release_if_idle(request)
+        elif not goes_on:
+            self.fail(request, report.failure)

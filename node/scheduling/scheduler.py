@@ -12,8 +12,8 @@ import msgspec
 
 from baton.kv_transfer.interfaces import ConnectorReport
 from baton.node.scheduling.block_pool import BlockPool
+from baton.node.scheduling.outputs import Origin, Outputs
 from baton.node.scheduling.plan import StepPlan, StepResult
-from baton.node.scheduling.requests import Choices, Origin, Outputs
 from baton.node.scheduling.tiers import Tiers
 from baton.protocol.adapters import shown_lora
 from baton.protocol.codec import MalformedMessage
@@ -49,7 +49,7 @@ class NodeLimits(msgspec.Struct, frozen=True):
 
 
 def problem_of(
-    message: Prefill | Decode, limits: NodeLimits, is_in_use: Callable[[Choices], bool]
+    message: Prefill | Decode, limits: NodeLimits, is_in_use: Callable[[Prefill | Decode], bool]
 ) -> BatonError | None:
     """Return why no node could work on this message. It then ends a request, never a process.
 
@@ -83,7 +83,7 @@ def problem_of(
     if lora and lora not in limits.lora_modules and lora not in limits.run_time_loras:
         text = f"this node has no adapter {shown_lora(lora)!r}"
         return RequestError(text, code="model_not_found", param="model", http_status=404)
-    if is_in_use(Choices.of(message)):
+    if is_in_use(message):
         return MalformedMessage(f"{message.key} is in use")
     return None
 

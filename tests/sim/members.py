@@ -248,15 +248,15 @@ class SimNode(Member):
         held: dict[str, Iterable[Key]]
         if isinstance(scheduler, DecodeScheduler):
             held = {
-                "waiting": scheduler.queue.pending,
+                "waiting": scheduler.requests.prompts,
                 "running": scheduler._running,
                 "leaving": scheduler._leaving,
             }
         else:
             held = {
-                "waiting": scheduler._waiting,
-                "computing": scheduler._computing,
-                "held": scheduler._holding,
+                "waiting": [request.key for request in scheduler.requests.line],
+                "computing": scheduler.requests.computing,
+                "held": scheduler.requests.prompts,
             }
         known = (
             state for state, keys in held.items() if any(k.request_id == request_id for k in keys)
@@ -281,12 +281,7 @@ class SimNode(Member):
     @property
     def longest_prefix_wait_s(self) -> float:
         """Return how long a prompt has waited for blocks of another node, while it had others."""
-        scheduler = self.scheduler
-        if isinstance(scheduler, PrefillScheduler):
-            waiting = [prompt.read for prompt in scheduler._computing.values()]
-        else:
-            assert isinstance(scheduler, DecodeScheduler)
-            waiting = [prompt.read for prompt in scheduler.queue.pending.values()]
+        waiting = [request.read for request in self.scheduler.requests.computing.values()]
         reads = [
             read for read in waiting if read is not None and len(read.landing) <= self.pool.num_free
         ]
@@ -315,19 +310,16 @@ class SimNode(Member):
     def _owned(self) -> Iterator[Iterable[int]]:
         yield self.hoard
         scheduler = self.scheduler
-        if isinstance(scheduler, PrefillScheduler):
-            for handoff in (*scheduler._computing.values(), *scheduler._holding.values()):
-                yield handoff.sequence.blocks
-        else:
-            assert isinstance(scheduler, DecodeScheduler)
-            for prompt in scheduler.queue.pending.values():
-                yield from (prompt.sequence.blocks, prompt.tails)
-            for stream in (*scheduler._running.values(), *scheduler._leaving.values()):
-                yield stream.sequence.blocks
+        requests = scheduler.requests
+        for request in requests.prompts.values():
+            yield from (request.prompt.blocks, request.tails)
+        if isinstance(scheduler, DecodeScheduler):
+            for sequence in (*scheduler._running.values(), *scheduler._leaving.values()):
+                yield sequence.blocks
             yield from scheduler._prefixes._lent.values()
-        yield from scheduler._reads._draining.values()
+        yield from requests.reads._draining.values()
         yield scheduler.tiers.copying()
-        for copies in (scheduler._copies._next, *(plan.copies for plan in self.loop._launched)):
+        for copies in (requests.copies._next, *(plan.copies for plan in self.loop._launched)):
             yield from copies
 
     def wake(self) -> None:

@@ -26,14 +26,13 @@ from baton.node import sockets as node_sockets
 from baton.node.loop import EngineLoop
 from baton.node.router_channel import RouterChannel
 from baton.node.scheduling.block_pool import BlockPool
+from baton.node.scheduling.outputs import Outputs
 from baton.node.scheduling.plan import Slice, StepResult
 from baton.node.scheduling.prefix_reads import PrefixCosts, PrefixOffers
 from baton.node.scheduling.prompt_reads import PrefixReads
-from baton.node.scheduling.requests import Outputs
-from baton.node.scheduling.sequence import Sequence
+from baton.node.scheduling.request import Request, Sequence
 from baton.node.scheduling.tiers import TierIndex, Tiers
 from baton.node.sockets import EngineSockets, PeerName
-from baton.prefill_node.handoff import Handoff
 from baton.protocol.errors import Failure, NodeError
 from baton.protocol.ids import Key
 from baton.protocol.messages import NodeInfo, Offered
@@ -174,17 +173,17 @@ def _take_back_nothing(offers: PrefixOffers, key: Key) -> None:
     del offers._lent[key]
 
 
-def _compute_where_it_lands(reads: PrefixReads, _now_s: float, handoff: Handoff) -> None:
-    if not handoff.is_ended and handoff.read is not None:
-        reads._draining[handoff.sequence.key] = []
-        handoff.read = None
+def _compute_where_it_lands(reads: PrefixReads, _now_s: float, request: Request) -> None:
+    if not request.is_ended and request.read is not None:
+        reads._draining[request.prompt.key] = []
+        request.read = None
 
 
-def _count_as_read(reads: PrefixReads, handoff: Handoff, offered: Offered) -> None:
-    _PREFIX_OFFERED(reads, handoff, offered)
-    if handoff.read is not None and handoff.read.landing:
-        end = handoff.read.num_held_blocks + len(handoff.read.landing)
-        handoff.sequence.start_at(end * reads._pool.block_size)
+def _count_as_read(reads: PrefixReads, request: Request, offered: Offered) -> None:
+    _PREFIX_OFFERED(reads, request, offered)
+    if request.read is not None and request.read.landing:
+        end = request.read.num_held_blocks + len(request.read.landing)
+        request.prompt.start_at(end * reads._pool.block_size)
 
 
 LEASES: tuple[Patch, ...] = (

@@ -17,8 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from baton.decode_node.admission import MAX_PASSING
 from baton.decode_node.scheduler import DecodeScheduler
-from baton.decode_node.waiting_queue import MAX_PASSING
 from baton.model.runner.cuda_start import buckets_up_to
 from baton.model.runner.runner import Runner
 from baton.node.scheduling.block_pool import BlockPool

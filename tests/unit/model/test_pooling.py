@@ -14,7 +14,7 @@ from baton.model.config.decoder_config import read_decoder_config
 from baton.model.config.tasks import read_tasks
 from baton.model.runner.runner import Runner
 from baton.node.scheduling.plan import NOT_FINITE, Slice, StepPlan
-from baton.node.scheduling.pooling import PooledPrompt
+from baton.node.scheduling.pooling import pooled_numbers, pooled_with
 from baton.protocol.config import Convert
 from baton.protocol.errors import ConfigError
 from baton.protocol.pooling import ModelTasks, Pooling
@@ -44,7 +44,7 @@ def chunk(text: Text, start: int, end: int, pooling: Pooling | None) -> Slice:
 def pooled(runner: Runner, pooling: Pooling, tokens: list[int], size: int) -> bytes:
     """What a prompt's chunks of that size give, each with other sequences in its batch."""
     text = Text("one", tokens, BLOCKS)
-    prompt = PooledPrompt()
+    so_far = b""
     other = Text("other", random_tokens(30, seed=9), range(8, 12))
     for start in range(0, len(tokens), size):
         end = min(start + size, len(tokens))
@@ -57,8 +57,8 @@ def pooled(runner: Runner, pooling: Pooling, tokens: list[int], size: int) -> by
         parts = dict(result.pooled)
         index = next(i for i, one in enumerate(slices) if one.key == text.key)
         if is_wanted:
-            prompt.add(pooling, parts[index])
-    return prompt.numbers(len(tokens))
+            so_far = pooled_with(so_far, pooling, parts[index])
+    return pooled_numbers(so_far, pooling, len(tokens))
 
 
 def numbers(data: bytes) -> torch.Tensor:

@@ -4,7 +4,7 @@ import pytest
 
 from baton.model.runner.device_state import REMEMBERED_STEPS
 from baton.node.scheduling.plan import NOT_FINITE, StepPlan
-from baton.node.scheduling.sequence import no_token
+from baton.node.scheduling.request import no_token
 from baton.protocol.errors import InvariantBroken
 from tests.support.checkpoints import model_folder
 from tests.support.compute import Text, compute_config, loaded, next_step, random_tokens

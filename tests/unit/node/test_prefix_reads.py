@@ -168,10 +168,10 @@ def test_a_broken_read_may_still_write_while_its_prompt_is_computed(reader):
 
 def test_a_source_whose_read_was_late_is_not_asked_again_soon(reader):
     for _ in range(2):
-        reader.scheduler._reads.costs.computed(0.0, num_tokens=100, seconds=0.01)
+        reader.scheduler.requests.reads.costs.computed(0.0, num_tokens=100, seconds=0.01)
     begins(reader, 4)
     reader.scheduler.on_report(0.5, ReceiveBroken(key()))
-    assert reader.scheduler._reads.costs.timeout_s(0.6, SOURCE, 1000) is None
+    assert reader.scheduler.requests.reads.costs.timeout_s(0.6, SOURCE, 1000) is None
 
 
 def test_without_blocks_to_compute_into_a_broken_read_is_waited_for():

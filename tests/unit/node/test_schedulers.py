@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from baton.decode_node.waiting_queue import MAX_PASSED_S
+from baton.decode_node.admission import MAX_PASSED_S
 from baton.kv_transfer.interfaces import (
     Abandon,
     KVReceived,

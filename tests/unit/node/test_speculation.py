@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.decode_node.scheduler import DecodeScheduler
-from baton.decode_node.stream import MAX_PAUSE, HeadDrafts, PromptLookup
+from baton.decode_node.speculation import MAX_PAUSE, HeadDrafts, PromptLookup
 from tests.sim.executor import Context, next_token
 from tests.support.drive import LIMITS, Drive, continuation, local
 

@@ -1,8 +1,7 @@
-"""One sequence on a node: its tokens, its blocks, and how much of it is computed.
+"""One request on a node: what is asked for, its prompt, and a sequence for each choice that runs.
 
 Tokens are *planned* when a step that computes them was launched and *computed* when that step is
-settled. Blocks may be given back only when nothing is in flight. A prompt reserves all its blocks
-before its first chunk, so a prompt that has started never waits for blocks.
+settled. Blocks may be given back only when nothing is in flight.
 """
 
 from collections.abc import Iterable
@@ -12,12 +11,21 @@ from itertools import zip_longest
 import msgspec
 
 from baton.node.scheduling.block_pool import BlockPool
+from baton.node.scheduling.outputs import Origin
 from baton.node.scheduling.plan import NOT_FINITE, Slice
 from baton.node.scheduling.scheduler import NodeLimits
 from baton.protocol.blocks import BlockHash, block_hashes
 from baton.protocol.errors import Failure, RequestError
-from baton.protocol.ids import Key
-from baton.protocol.messages import Decode, FinishReason, FirstToken, Prefill, TokenLogprobs
+from baton.protocol.ids import Key, NodeId
+from baton.protocol.messages import (
+    Decode,
+    FinishReason,
+    FirstToken,
+    Prefill,
+    StageTimes,
+    TokenEntry,
+    TokenLogprobs,
+)
 from baton.protocol.pooling import Pooling
 from baton.protocol.sampling import Sampling
 
@@ -26,11 +34,133 @@ KNOWN_GRAMMAR = " "
 
 
 @dataclass(slots=True)
+class PrefixRead:
+    """A prompt's read of its first tokens' blocks."""
+
+    source: NodeId  # or the name of the slowest tier
+    num_held_blocks: int  # that were here, so they are not read
+    num_wanted_blocks: int
+    began_s: float
+    landing: list[int] = field(default_factory=list)  # read into; empty until they are offered
+    is_of_tier: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One `Prefill` or `Decode` message, until nobody needs the blocks that it has here."""
+
+    key: Key  # of its lowest choice
+    origin: Origin
+    sampling: Sampling
+    num_prompt_tokens: int
+    every: tuple[int, ...]  # its choices
+    live: set[int]  # those that are wanted and have not ended
+    peer: NodeId | None  # at the other end of its handoff, if there is one
+    is_computed_here: bool  # and not received
+    arrived_s: float
+    prefix_node: NodeId | None = None  # probably has blocks of its first tokens
+    max_uncached_tokens: int | None = None  # None means no limit
+    queued_s: float = 0.0
+    admitted_s: float = 0.0  # when it got its blocks
+    read: PrefixRead | None = None  # until it has ended
+    num_cached_tokens: int = 0
+    num_read_tokens: int = 0
+    prefix_read_s: float = 0.0
+    pooled: bytes = b""  # of the rows that are computed, as `pooling` makes it
+    num_announced_blocks: int = 0
+    is_handed_over: bool = False  # the connector has its handoff, which has not ended
+    is_ended: bool = False  # its blocks follow when no step, read or peer needs them
+    tails: list[int] = field(default_factory=list)  # blocks for copies of a partial last block
+    prompt: "Sequence" = field(init=False)
+    sequences: "dict[int, Sequence]" = field(default_factory=dict)  # those that run, by choice
+
+    @classmethod
+    def of(cls, message: Prefill | Decode, origin: Origin, now_s: float) -> "Request":
+        first = message.key.choice
+        every = tuple(range(first, first + message.num_choices))
+        request = cls(
+            message.key,
+            origin,
+            message.sampling,
+            message.num_prompt_tokens,
+            every,
+            set(every),
+            peer=None,
+            is_computed_here=True,
+            arrived_s=now_s,
+        )
+        match message:
+            case Prefill():
+                request.peer = message.decode_node
+                request.prefix_node = message.prefix_node
+            case Decode():
+                request.peer = message.prefill_node
+                request.is_computed_here = message.prefill_node is None
+                request.max_uncached_tokens = message.max_uncached_tokens
+        request.prompt = Sequence(request, message.key, message.token_ids)
+        return request
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether the next step may compute some of the prompt."""
+        return self.read is None and self.prompt.num_unplanned_tokens > 0
+
+    @property
+    def is_pooled(self) -> bool:
+        """Return whether all rows that are wanted instead of tokens are there."""
+        is_computed = self.prompt.num_computed_tokens == self.prompt.num_tokens
+        return self.sampling.pooling is not None and is_computed
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether no step, read or peer needs the blocks of the prompt."""
+        return self.prompt.is_idle and self.read is None and not self.is_handed_over
+
+    def uses(self, message: Prefill | Decode) -> bool:
+        """Return whether a sequence of this request has a key that the message is to have."""
+        if not self._is_same_attempt(message.key):
+            return False
+        first = message.key.choice
+        wanted = range(first, first + message.num_choices)
+        return any(choice in wanted for choice in self.sequences or self.every)
+
+    def cancel(self, keys: Iterable[Key]) -> set[int]:
+        """Remove the choices that `keys` name, and return those that were live."""
+        return self._remove({key.choice for key in keys if self._is_same_attempt(key)})
+
+    def supersede(self, newer: "Request") -> set[int]:
+        """Remove the choices that have a higher attempt, and return those that were live."""
+        is_newer = newer.key.request_id == self.key.request_id
+        if not is_newer or newer.key.attempt <= self.key.attempt:
+            return set()
+        return self._remove(set(newer.every))
+
+    def times(self, now_s: float) -> StageTimes:
+        """Return how long the stages of a prompt took that is computed now."""
+        return StageTimes(
+            queue_s=self.admitted_s - self.arrived_s,
+            prefill_s=now_s - self.admitted_s - self.prefix_read_s,
+            num_cached_tokens=self.num_cached_tokens,
+            num_read_tokens=self.num_read_tokens,
+            prefix_read_s=self.prefix_read_s,
+        )
+
+    def _is_same_attempt(self, key: Key) -> bool:
+        return key.request_id == self.key.request_id and key.attempt == self.key.attempt
+
+    def _remove(self, choices: set[int]) -> set[int]:
+        gone = self.live & choices
+        self.live -= gone
+        return gone
+
+
+@dataclass(slots=True, eq=False)
 class Sequence:
+    """The tokens and blocks of a prompt, or of one choice, and how much of it is computed."""
+
+    request: Request
     key: Key
     token_ids: list[int]  # prompt and output
-    num_prompt_tokens: int
-    sampling: Sampling
     block_table: list[int] = field(default_factory=list)
     state: list[int] = field(default_factory=list)  # the blocks of its state, if the model has any
     checkpoint_blocks: list[int] = field(default_factory=list)  # of the state that it begins with
@@ -43,11 +173,13 @@ class Sequence:
     sampled_in: int = -1  # the last plan with a sample of it
     has_sampled: bool = False  # on this node
     num_repeated: int = 0  # tokens before the next slice that it computes again
-
-    @classmethod
-    def of(cls, message: Prefill | Decode) -> "Sequence":
-        """Return the sequence of a prompt of which nothing is computed yet."""
-        return cls(message.key, message.token_ids, message.num_prompt_tokens, message.sampling)
+    # Of a choice that runs:
+    limit: int = 0  # no token stands at this position or beyond
+    num_sent_tokens: int = 0
+    joined_s: float = 0.0
+    times: StageTimes | None = None  # until they are sent with the first entry
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of the tokens that are not yet sent
+    is_ended: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -64,7 +196,7 @@ class Sequence:
         The last token always is, for its logits, and so is every token of a prompt whose rows are
         all needed.
         """
-        return 0 if self.sampling.needs_all_rows else self.num_tokens - 1
+        return 0 if self.request.sampling.needs_all_rows else self.num_tokens - 1
 
     @property
     def blocks(self) -> list[int]:
@@ -79,14 +211,21 @@ class Sequence:
     def may_repeat(self) -> bool:
         """Return whether the step that is launched may have to sample again."""
         is_first = self.num_unsettled > 0 and not self.has_sampled
-        return is_first and bool(self.sampling.grammar)
+        return is_first and bool(self.request.sampling.grammar)
+
+    @property
+    def wants_step(self) -> bool:
+        """Return whether a choice that runs may take the next step."""
+        if self.is_ended or self.may_repeat:
+            return False
+        return self.num_planned_tokens + 1 < self.limit
 
     def hash_blocks(self, block_size: int, num_tokens: int) -> list[BlockHash]:
         """Return the hashes of the full blocks among the first `num_tokens`, extending `hashes`."""
         num_blocks = num_tokens // block_size
         if num_blocks > len(self.hashes):
             known = self.token_ids[:num_tokens]
-            root = self.sampling.cache_root
+            root = self.request.sampling.cache_root
             self.hashes = block_hashes(known, block_size, self.hashes, root)
         return self.hashes[:num_blocks]
 
@@ -117,12 +256,14 @@ class Sequence:
         self.num_planned_tokens = end + len(guesses)
         num_held = self._advance_state(start, end)
         self.num_unsettled += 1
-        sampling = self.sampling
+        sampling = self.request.sampling
         past = None
         num_top = sampling.prompt_logprobs
         targets: tuple[int, ...] = ()
         if num_top is not None:
-            targets = tuple(self.token_ids[start + 1 : min(end + 1, self.num_prompt_tokens)])
+            targets = tuple(
+                self.token_ids[start + 1 : min(end + 1, self.request.num_prompt_tokens)]
+            )
         if samples and sampling.depends_on_output:
             if self.sampled_in == step_id - 1:
                 sampling = msgspec.structs.replace(
@@ -133,7 +274,7 @@ class Sequence:
                     penalties=None,
                 )
             else:
-                first = 0 if sampling.needs_prompt else self.num_prompt_tokens
+                first = 0 if sampling.needs_prompt else self.request.num_prompt_tokens
                 past = tuple(self.token_ids[first:start])
             self.sampled_in = step_id
         return Slice(
@@ -144,12 +285,12 @@ class Sequence:
             block_table=tuple(self.block_table),
             samples=samples,
             sampling=sampling if samples or sampling.grammar else None,
-            num_prompt_tokens=self.num_prompt_tokens,
+            num_prompt_tokens=self.request.num_prompt_tokens,
             past=past,
             targets=targets,
             num_top=num_top or 0,
             num_guesses=len(guesses),
-            lora=self.sampling.lora,
+            lora=self.request.sampling.lora,
             pooling=self._pooling_of(start, end),
             state=tuple(self.state),
             num_held=num_held,
@@ -160,7 +301,7 @@ class Sequence:
 
     def _pooling_of(self, start: int, end: int) -> Pooling | None:
         """Return what is wanted of the rows of these tokens."""
-        pooling = self.sampling.pooling
+        pooling = self.request.sampling.pooling
         is_wanted = start == 0 if pooling == "cls" else end == self.num_tokens
         return pooling if is_wanted or pooling == "mean" else None
 
@@ -180,11 +321,12 @@ class Sequence:
         start = self.num_planned_tokens
         end = next((one for one in self.checkpoints if one > start), self.num_tokens)
         length = max(1, min(budget - self.num_repeated, end - start))
-        is_last = length == self.num_unplanned_tokens and self.sampling.pooling is None
+        is_last = length == self.num_unplanned_tokens and self.request.sampling.pooling is None
         return self.slice(length, samples if is_last else (), step_id)
 
-    def settle(self, done: Slice, tokens: tuple[int, ...]) -> None:
-        """Count a slice as computed. `tokens` are those that `done` keeps."""
+    def settle(self, done: Slice, sampled: tuple[int, ...]) -> tuple[int, ...]:
+        """Count a slice as computed, and return those of the sampled tokens that it keeps."""
+        tokens = done.kept(sampled)
         self.num_unsettled -= 1
         self.num_computed_tokens = done.start + done.length
         if done.num_guesses:  # what was computed for wrong ones is computed again
@@ -196,6 +338,13 @@ class Sequence:
             last = self.num_computed_tokens - 1
             self.num_computed_tokens = self.num_planned_tokens = min(last, self.num_planned_tokens)
             self.sampled_in = -1
+        return tokens
+
+    def forget_blocks(self, blocks: Iterable[int]) -> None:
+        """Drop blocks that are quarantined."""
+        gone = set(blocks)
+        self.block_table = [block for block in self.block_table if block not in gone]
+        self.state = [block for block in self.state if block not in gone]
 
     def store_prefix(self, pool: BlockPool) -> None:
         """Offer every whole block that is computed to the prefix cache.
@@ -206,6 +355,21 @@ class Sequence:
             pool.block_size, min(self.num_computed_tokens, len(self.token_ids))
         )
         pool.store(hashes, self.block_table[: len(hashes)])
+
+    def entry(self, finish_reason: FinishReason | None) -> TokenEntry:
+        """Return the tokens that are not yet sent, and count them as sent."""
+        entry = TokenEntry(
+            self.key,
+            self.num_sent_tokens,
+            self.token_ids[self.num_sent_tokens :],
+            finish_reason,
+            self.times,
+            self.logprobs,
+        )
+        self.num_sent_tokens = len(self.token_ids)
+        self.times = None
+        self.logprobs = ()
+        return entry
 
     def first_tokens(
         self,
@@ -222,13 +386,16 @@ class Sequence:
     def finish_reason(self, token_id: int, limits: NodeLimits) -> FinishReason | None:
         """Return why `token_id`, which is not appended yet, ends this sequence, or None."""
         num_tokens = self.num_tokens + 1
-        num_output_tokens = num_tokens - self.num_prompt_tokens
-        if num_output_tokens > self.sampling.min_tokens:
-            if token_id in self.sampling.stop_token_ids:
+        num_output_tokens = num_tokens - self.request.num_prompt_tokens
+        if num_output_tokens > self.request.sampling.min_tokens:
+            if token_id in self.request.sampling.stop_token_ids:
                 return "stop"
-            if not self.sampling.ignore_eos and token_id in limits.eos_token_ids:
+            if not self.request.sampling.ignore_eos and token_id in limits.eos_token_ids:
                 return "stop"
-        if num_output_tokens >= self.sampling.max_tokens or num_tokens >= limits.max_model_len:
+        if (
+            num_output_tokens >= self.request.sampling.max_tokens
+            or num_tokens >= limits.max_model_len
+        ):
             return "length"
         return None
 

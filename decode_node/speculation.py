@@ -1,30 +1,75 @@
-"""One generating sequence, its guesses, and the fork of one prompt into several sequences.
-
-Only the decode scheduler holds streams. All choices share the prompt's whole blocks. Its partial
-last block and its state are copied for each choice but the first, because a shared block is never
-written.
-"""
+"""Guesses of the next tokens of sequences: speculative decoding."""
 
 from array import array
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Protocol
 
-from baton.node.scheduling.block_pool import BlockPool
-from baton.node.scheduling.requests import Origin
+from baton.node.scheduling.request import Sequence
 from baton.node.scheduling.scheduler import NodeLimits
-from baton.node.scheduling.sequence import Sequence
 from baton.protocol.ids import Key
-from baton.protocol.messages import (
-    FinishReason,
-    StageTimes,
-    TokenEntry,
-    TokenLogprobs,
-)
 
 TOKEN_BYTES = 4
 MAX_PAUSE = 32  # tokens without a guess, after guesses that did not pay
 FORGETTING = 0.9  # of what is known of earlier drafts, with each step that has some
 PRIOR_DRAFTS = 1.5, 2.0  # as if so many had been right of so many
+
+
+class Speculation:
+    """The guessers of the sequences that run, one each."""
+
+    def __init__(self, limits: NodeLimits) -> None:
+        self._limits = limits
+        self._guessers: dict[Key, Guesser] = {}
+        self._awaiting: set[Key] = set()  # sequences that a launched step drafts for
+
+    def begin(self, sequence: Sequence) -> None:
+        """Guess for a sequence, if this node does and its sampling allows it."""
+        if not self._limits.num_speculative_tokens or sequence.state:
+            return
+        if not sequence.request.sampling.depends_on_output:
+            kind = HeadDrafts if self._limits.has_draft_head else PromptLookup
+            self._guessers[sequence.key] = kind(self._limits)
+
+    def end(self, sequence: Sequence) -> None:
+        self._guessers.pop(sequence.key, None)
+        self._awaiting.discard(sequence.key)
+
+    def is_ahead(self, running: Iterable[Sequence]) -> bool:
+        """Return whether a sequence has guesses, or will get some from a step that is launched."""
+        if not self._guessers:
+            return False
+        return bool(self._awaiting) or any(self.guesses(sequence) for sequence in running)
+
+    def guesses(self, sequence: Sequence) -> tuple[int, ...]:
+        """Return what may follow the tokens so far, as far as the sequence may go."""
+        guesser = self._guessers.get(sequence.key)
+        if guesser is None:
+            return ()
+        num_left = sequence.limit - sequence.num_tokens - 1
+        return guesser.guesses(sequence.token_ids)[: max(0, num_left)]
+
+    def num_drafts(self, sequence: Sequence) -> int:
+        """Return how many tokens the next step should draft after the one that it samples."""
+        guesser = self._guessers.get(sequence.key)
+        return 0 if guesser is None else guesser.num_drafts(sequence.num_tokens)
+
+    def expect(self, sequence: Sequence, num_drafts: int) -> None:
+        """Note that a launched step drafts so many tokens."""
+        if num_drafts:
+            self._awaiting.add(sequence.key)
+
+    def take(self, sequence: Sequence, drafts: tuple[int, ...]) -> None:
+        """Take what a settled step has drafted to follow the last token that it sampled."""
+        self._awaiting.discard(sequence.key)
+        guesser = self._guessers.get(sequence.key)
+        if guesser is not None:
+            guesser.take(drafts)
+
+    def learn(self, sequence: Sequence, num_guesses: int, num_right: int) -> None:
+        """Note how many guesses of a step were right."""
+        guesser = self._guessers.get(sequence.key)
+        if guesser is not None:
+            guesser.learn(num_guesses, num_right, sequence.num_tokens)
 
 
 class Guesser(Protocol):
@@ -151,108 +196,3 @@ class PromptLookup:
                 # A text that repeats itself up to its end goes on so.
                 return tuple(follows[i % len(follows)] for i in range(self._num_guesses))
         return ()
-
-
-@dataclass(slots=True, eq=False)
-class Stream:
-    sequence: Sequence
-    asked_by: Key  # the message that asked for it, which all of its choices share
-    origin: Origin
-    next_position: int  # position of the first token that is not yet sent
-    limit: int  # no token stands at this position or beyond
-    joined_s: float
-    times: StageTimes | None  # until they are sent with the first entry
-    is_ended: bool = False
-    logprobs: tuple[TokenLogprobs, ...] = ()  # of the tokens that are not yet sent
-    guesser: Guesser | None = None
-    awaits_drafts: bool = False  # of the step that is launched
-
-    @property
-    def keys(self) -> list[Key]:
-        return [self.sequence.key]
-
-    @property
-    def wants_step(self) -> bool:
-        sequence = self.sequence
-        if self.is_ended or sequence.may_repeat:
-            return False
-        return sequence.num_planned_tokens + 1 < self.limit
-
-    def guesses(self) -> tuple[int, ...]:
-        """Return what may follow the tokens so far, as far as the sequence may go."""
-        if self.guesser is None:
-            return ()
-        num_tokens = self.sequence.num_tokens
-        return self.guesser.guesses(self.sequence.token_ids)[: max(0, self.limit - num_tokens - 1)]
-
-    def take_drafts(self, drafts: tuple[int, ...]) -> None:
-        """Take what a settled step has drafted to follow the last token that it sampled."""
-        self.awaits_drafts = False
-        if self.guesser is not None:
-            self.guesser.take(drafts)
-
-    def entry(self, finish_reason: FinishReason | None) -> TokenEntry:
-        """Return the tokens that are not yet sent, and count them as sent."""
-        tokens = self.sequence.token_ids
-        entry = TokenEntry(
-            self.sequence.key,
-            self.next_position,
-            tokens[self.next_position :],
-            finish_reason,
-            self.times,
-            self.logprobs,
-        )
-        self.next_position = len(tokens)
-        self.times = None
-        self.logprobs = ()
-        return entry
-
-
-def fork_prompt(
-    pool: BlockPool,
-    prompt: Sequence,
-    tails: list[int],
-    first_tokens: dict[int, int],
-    *,
-    repeats_last: bool = False,
-) -> tuple[list[Sequence], list[tuple[int, int]]]:
-    """Split a computed prompt into its choices. The references of prompt and tails are consumed.
-
-    `first_tokens` maps each choice that goes on to its first token; `tails` are blocks, perhaps
-    more than needed, that are reserved for copies of a partial last block and of the state. Return
-    the sequences, and the copies to make before their first step, whose source and target each
-    have one more reference until the copy is settled. With `repeats_last`, their first step
-    computes the last token of the prompt again, for its hidden state.
-    """
-    num_whole = prompt.num_tokens // pool.block_size
-    whole = prompt.block_table[:num_whole]
-    tail = prompt.block_table[num_whole:]
-    written = [*tail, *prompt.state]
-    sequences: list[Sequence] = []
-    copies: list[tuple[int, int]] = []
-    for index, (choice, token_id) in enumerate(first_tokens.items()):
-        pool.retain(whole)
-        own = written
-        if index > 0:
-            own = [tails.pop() for _ in written]
-            copies.extend(zip(written, own, strict=True))
-            pool.retain(own)
-        pool.retain(written)
-        sequences.append(
-            Sequence(
-                prompt.key.of_choice(choice),
-                [*prompt.token_ids, token_id],
-                prompt.num_prompt_tokens,
-                prompt.sampling,
-                block_table=[*whole, *own[: len(tail)]],
-                state=own[len(tail) :],
-                hashes=list(prompt.hashes),
-                num_computed_tokens=prompt.num_tokens,
-                num_planned_tokens=prompt.num_tokens,
-                num_state_tokens=prompt.num_tokens,
-                num_repeated=1 if repeats_last else 0,
-            )
-        )
-    pool.release(prompt.blocks)
-    pool.release(tails)
-    return sequences, copies
