@@ -1,4 +1,4 @@
-"""Writes config.md, messages.md, metrics.md and a table of models.md from the code.
+"""Writes config.md, messages.md, metrics.md and tables of fields.md and models.md from the code.
 
 `python docs/generate.py [--check]`.
 
@@ -7,6 +7,7 @@ The pages quote docstrings and the comments beside fields; to change a page, cha
 """
 
 import ast
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,6 +16,10 @@ from baton.model.families.family import ALWAYS
 from baton.model.families.family import Family as ModelFamily
 from baton.model.families.table import FAMILIES
 from baton.protocol.config import ClusterConfig
+from baton.protocol.sampling import ROWS
+from baton.router.http.api.decoding import OUTPUT_FIELDS
+from baton.router.http.api.responses_body import ResponseBody
+from baton.router.http.api.schema import ChatBody, CompletionBody
 from baton.router.http.metrics import ROUTER_FAMILIES
 from baton.runtime.fields import fields_of
 from baton.runtime.metrics import NODE_FAMILIES, Family
@@ -23,7 +28,10 @@ from baton.runtime.settings import flags_of
 HERE = Path(__file__).resolve().parent
 MESSAGES = HERE.parent / "protocol" / "messages.py"
 FAMILIES_BEGIN = "<!-- generated from model/families by `make docs` -->"
-FAMILIES_END = "<!-- end of the generated table -->"
+SAMPLING_BEGIN = "<!-- generated from protocol/sampling.py by `make docs` -->"
+TABLE_END = "<!-- end of the generated table -->"
+NOT_THERE = " | | not there |"
+BODIES = {"C": CompletionBody, "H": ChatBody, "R": ResponseBody}
 ORDINALS = {2: "second", 3: "third", 4: "fourth", 5: "fifth", 6: "sixth"}
 
 
@@ -32,6 +40,7 @@ def main(arguments: list[str]) -> int:
         HERE / "config.md": config_page(),
         HERE / "messages.md": messages_page(),
         HERE / "metrics.md": metrics_page(),
+        HERE / "fields.md": fields_page((HERE / "fields.md").read_text()),
         HERE / "models.md": models_page((HERE / "models.md").read_text()),
     }
     stale = [path for path, text in pages.items() if not path.exists() or path.read_text() != text]
@@ -107,8 +116,6 @@ def metrics_page() -> str:
 
 def models_page(page: str) -> str:
     """Return models.md with the table of baton's own families as their rows say."""
-    before, _, rest = page.partition(FAMILIES_BEGIN)
-    _, _, after = rest.partition(FAMILIES_END)
     rows = [
         "| family | `architectures` in config.json | QKV bias | sliding window | drafts |",
         "|---|---|---|---|---|",
@@ -119,8 +126,37 @@ def models_page(page: str) -> str:
         drafts = "no" if family.draft is None else "mtp"
         cells = family.title, shown, _bias(family), _windows(family), drafts
         rows.append(f"| {' | '.join(cells)} |")
-    table = "\n".join(rows)
-    return f"{before}{FAMILIES_BEGIN}\n{table}\n{FAMILIES_END}{after}"
+    return _with_table(page, FAMILIES_BEGIN, rows)
+
+
+def fields_page(page: str) -> str:
+    """Return fields.md with the fields of sampling, and with those that nothing here does."""
+    lines = ["| sampling | in | default | |", "|---|---|---|---|"]
+    for row in ROWS:
+        letters = [letter for letter in BODIES if row.name in BODIES[letter].__struct_fields__]
+        if letters and row.about.text:
+            default = row.about.default or _shown(row.default)
+            cells = (f"`{row.name}`", " ".join(letters), default, row.about.text)
+            lines.append("|".join(["", *(f" {cell} " if cell else " " for cell in cells), ""]))
+    page = _with_table(page, SAMPLING_BEGIN, lines)
+    others = re.sub(f"^.*{re.escape(NOT_THERE)}$", "", page, flags=re.MULTILINE)
+    cells = re.findall(r"^\| (`[^|]*`) \| [CHRTD ]*\|", others, re.MULTILINE)
+    explained = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+    names = ", ".join(f"`{name}`" for name in sorted(OUTPUT_FIELDS - explained))
+    return re.sub(f"^.*{re.escape(NOT_THERE)}$", f"| {names}{NOT_THERE}", page, flags=re.MULTILINE)
+
+
+def _shown(default: object) -> str:
+    if default is None:
+        return ""
+    return str(default).lower() if isinstance(default, bool) else f"{default:g}"
+
+
+def _with_table(page: str, begin: str, lines: list[str]) -> str:
+    before, _, rest = page.partition(begin)
+    _, _, after = rest.partition(TABLE_END)
+    table = "\n".join(lines)
+    return f"{before}{begin}\n{table}\n{TABLE_END}{after}"
 
 
 def _bias(family: ModelFamily) -> str:

@@ -7,10 +7,8 @@ refused, unless its value asks for nothing.
 
 import hashlib
 import operator
-import reprlib
 from collections.abc import Mapping
 from enum import StrEnum
-from numbers import Real
 from typing import Annotated, Literal
 
 import msgspec
@@ -20,6 +18,7 @@ from msgspec.structs import force_setattr
 from baton.protocol.blocks import HASH_BYTES, BlockHash
 from baton.protocol.errors import RequestError
 from baton.protocol.ids import MAX_COUNT, Count, Int64
+from baton.protocol.parameters import About, Convert, integer, number, rows_of, wrong
 from baton.protocol.pooling import Pooling
 
 OutputKind = Literal["cumulative", "delta", "final"]
@@ -28,6 +27,8 @@ SEED_BITS = 63
 MAX_BIAS = 100.0
 MAX_BIASES = 1024
 MAX_LOGPROBS = 20
+Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+Natural = Annotated[int, Meta(ge=0)]
 MAX_PROMPT_LOGPROBS = 1 << 19  # of a request's prompts together, those of likeliest tokens included
 
 
@@ -164,43 +165,142 @@ class SamplingParams(msgspec.Struct, frozen=True):
     Raises a `RequestError` that names the first field with a wrong type or a value out of range.
     """
 
-    n: int = 1
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
+    n: Annotated[int, About("1 to 128 choices; at most 1024 with all prompts", ge=1, le=128)] = 1
+    presence_penalty: Annotated[
+        float,
+        About(
+            "subtracted from the logit of a token that is in the output; -2 to 2",
+            ge=-2,
+            le=2,
+            body=float,
+        ),
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float,
+        About("the same, once for each time that the token came; -2 to 2", ge=-2, le=2, body=float),
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        About(
+            "divides positive logits, and multiplies others, of tokens in prompt or output",
+            gt=0,
+            le=100,
+            body=float,
+        ),
+    ] = 1.0
+    temperature: Annotated[float, About("0 is greedy", ge=0, le=100, body=float)] = 1.0
+    top_p: Annotated[
+        float,
+        About("sample from the likeliest tokens with this probability", gt=0, le=1, body=float),
+    ] = 1.0
+    top_k: Annotated[
+        int,
+        About(
+            "sample from so many of the likeliest; 0 or -1: all", ge=-1, le=MAX_COUNT, body=Int32
+        ),
+    ] = 0
+    min_p: Annotated[
+        float,
+        About(
+            "leave out tokens below this part of the highest probability", ge=0, le=1, body=float
+        ),
+    ] = 0.0
+    seed: Annotated[
+        int | None, About("the same seed samples the same tokens", body=Int64, default="random")
+    ] = None
+    stop: Annotated[
+        str | list[str] | None,
+        About(
+            "a string or up to 64, each of up to 1024 characters, 4096 together; in chats they "
+            "apply to content only",
+        ),
+    ] = None
+    stop_token_ids: Annotated[
+        list[int] | None,
+        About("up to 1024 token ids", body=Annotated[list[Count], Meta(max_length=1024)]),
+    ] = None
+    ignore_eos: Annotated[bool, About("go on after the model's end token", body=bool)] = False
+    max_tokens: Annotated[
+        int | None,
+        About(
+            "at least 1, or in C 0 with `echo`; cut to the room that the model has left",
+            ge=1,
+            default="16; H: what fits",
+        ),
+    ] = 16
+    min_tokens: Annotated[
+        int,
+        About(
+            "the response neither ends nor stops at a stop string before this many tokens",
+            ge=0,
+            le=MAX_COUNT,
+        ),
+    ] = 0
+    logprobs: Annotated[
+        int | None,
+        About(
+            "log probabilities of each token and of the likeliest, up to 20, before penalties, "
+            "masks and temperature; in H, tokens' `bytes` join to the content; in C, part of a "
+            r"character is named `bytes:\xe6`",
+            ge=0,
+            le=MAX_LOGPROBS,
+        ),
+    ] = None
+    prompt_logprobs: Annotated[
+        int | None,
+        About(
+            "the same for the prompt's tokens, in vLLM's form; not streamed. `echo` with "
+            "`logprobs` includes them, also in streams. Such prompts are computed whole; at most "
+            "524,288 per response",
+            ge=0,
+            le=MAX_LOGPROBS,
+        ),
+    ] = None
+    detokenize: Annotated[bool, About(only=(True,))] = True
+    skip_special_tokens: Annotated[
+        bool, About("leave special tokens out of the text", body=bool)
+    ] = True
+    spaces_between_special_tokens: Annotated[bool, About(only=(True,), body=bool)] = True
+    include_stop_str_in_output: Annotated[
+        bool, About("keep the stop string in the text", body=bool)
+    ] = False
     output_kind: RequestOutputKind | OutputKind = RequestOutputKind.CUMULATIVE
-    truncate_prompt_tokens: int | None = None
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    structured_outputs: StructuredOutputsParams | None = None
-    extra_args: dict[str, object] | None = None
+    truncate_prompt_tokens: Annotated[
+        int | None,
+        About(only=(None,)),
+    ] = None
+    logit_bias: Annotated[
+        dict[int, float] | None,
+        About(
+            "up to 1,024 token ids with -100 to 100, added to their logits before penalties",
+            body=Annotated[dict[str, float], Meta(max_length=MAX_BIASES)],
+        ),
+    ] = None
+    allowed_token_ids: Annotated[
+        list[int] | None,
+        About(
+            "the only ids allowed, up to 65,536",
+            body=Annotated[list[Natural], Meta(max_length=1 << 16)],
+        ),
+    ] = None
+    bad_words: Annotated[list[str] | None, About("words never allowed, limited as `stop`")] = None
+    structured_outputs: Annotated[StructuredOutputsParams | None, About("see [forms](#forms)")] = (
+        None
+    )
+    extra_args: Annotated[dict[str, object] | None, About(only=(None, {}))] = None
     best_of: int | None = None
-    use_beam_search: bool = False
-    length_penalty: float = 1.0
-    early_stopping: bool = False
+    use_beam_search: Annotated[bool, About(only=(False, None), body=bool)] = False
+    length_penalty: Annotated[float, About(only=(1, None), body=float)] = 1.0
+    early_stopping: Annotated[bool, About(only=(False, None))] = False
 
     def __post_init__(self) -> None:
         if not all(map(operator.contains, _NEUTRAL_VALUES, _neutral_fields(self))):
             _refuse_unsupported(self)
-        _set_types(self)
-        _check_ranges(self)
+        values = _checked_fields(self)
+        for row, value, default in zip(_CHECKED_ROWS, values, _CHECKED_DEFAULTS, strict=True):
+            if value is not default:
+                force_setattr(self, row.name, row.checked(value))
+        _check_together(self)
 
     def clone(self, **changes: object) -> "SamplingParams":
         """Return a copy with `changes`. An object never changes, so it can also be shared."""
@@ -213,108 +313,23 @@ class SamplingParams(msgspec.Struct, frozen=True):
         return [self.stop] if isinstance(self.stop, str) else list(self.stop)
 
 
-# Fields that baton does not support, and the values of each that ask for nothing.
-NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "detokenize": (True,),
-    "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": (None,),
-    "extra_args": (None, {}),
-    "use_beam_search": (False, None),
-    "length_penalty": (1, None),
-    "early_stopping": (False, None),
-}
-_NEUTRAL_VALUES = tuple(NEUTRAL.values())
-_neutral_fields = operator.attrgetter(*NEUTRAL)
-
-_INTEGERS = ("n", "top_k", "min_tokens")
-_INTEGERS_OR_NONE = ("seed", "max_tokens", "best_of", "logprobs", "prompt_logprobs")
-_NUMBERS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-)
-_FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
-
-
-def _refuse_unsupported(params: SamplingParams) -> None:
-    defaults = dict(zip(params.__struct_fields__, params.__struct_defaults__, strict=True))
-    for name, values in NEUTRAL.items():
-        if getattr(params, name) not in values:
-            text = f"{name} is not supported: leave it out or set it to {defaults[name]!r}"
-            raise RequestError(text, code="unsupported", param=name)
-
-
-def _set_types(params: SamplingParams) -> None:
-    """Convert every field to its plain type, which messages need: numbers may come from numpy."""
-    for name in _INTEGERS:
-        if type(value := getattr(params, name)) is not int:
-            force_setattr(params, name, _integer(name, value))
-    for name in _INTEGERS_OR_NONE:
-        if (value := getattr(params, name)) is not None and type(value) is not int:
-            force_setattr(params, name, _integer(name, value))
-    for name in _NUMBERS:
-        if type(value := getattr(params, name)) not in (float, int):
-            force_setattr(params, name, _number(name, value))
-    for name in _FLAGS:
-        if type(value := getattr(params, name)) is not bool:
-            raise _wrong(name, "True or False", value)
-    if params.stop is not None and not isinstance(params.stop, str):
-        force_setattr(params, "stop", _texts("stop", params.stop))
-    if params.stop_token_ids is not None:
-        force_setattr(params, "stop_token_ids", _ids("stop_token_ids", params.stop_token_ids))
-    if params.allowed_token_ids is not None:
-        ids = _ids("allowed_token_ids", params.allowed_token_ids)
-        force_setattr(params, "allowed_token_ids", ids)
-    if params.bad_words is not None:
-        force_setattr(params, "bad_words", _texts("bad_words", params.bad_words))
-    if params.logit_bias is not None:
-        force_setattr(params, "logit_bias", _biases(params.logit_bias))
-    if type(params.output_kind) is not RequestOutputKind:
-        force_setattr(params, "output_kind", _kind(params.output_kind))
-    if (form := params.structured_outputs) is not None and type(
-        form
-    ) is not StructuredOutputsParams:
-        force_setattr(params, "structured_outputs", _form(form))
-
-
-def _integer(name: str, value: object) -> int:
-    if not isinstance(value, bool) and hasattr(value, "__index__"):
-        return operator.index(value)
-    raise _wrong(name, "an integer", value)
-
-
-def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise _wrong(name, "a number", value)
-    return float(value)
-
-
-def _texts(name: str, values: object) -> list[str]:
-    if isinstance(values, list | tuple) and all(isinstance(value, str) for value in values):
-        return list(values)
-    raise _wrong(name, "a string or a list of strings", values)
-
-
 def _ids(name: str, values: object) -> list[int]:
     if not isinstance(values, list | tuple):
-        raise _wrong(name, "a list of token ids", values)
-    ids = [_integer(name, value) for value in values]
+        raise wrong(name, "a list of token ids", values)
+    ids = [integer(name, value) for value in values]
     if any(not 0 <= token_id <= MAX_COUNT for token_id in ids):
         text = f"{name} must be integers of at least 0 and at most {MAX_COUNT}"
         raise RequestError(text, param=name)
     return ids
 
 
-def _biases(value: object) -> dict[int, float]:
+def _biases(_: str, value: object) -> dict[int, float]:
     if not isinstance(value, Mapping):
-        raise _wrong("logit_bias", "a mapping of token ids to numbers", value)
+        raise wrong("logit_bias", "a mapping of token ids to numbers", value)
     try:
-        biases = {int(key): _number("logit_bias", bias) for key, bias in value.items()}
+        biases = {int(key): number("logit_bias", bias) for key, bias in value.items()}
     except (TypeError, ValueError) as error:
-        raise _wrong("logit_bias", "a mapping of token ids to numbers", value) from error
+        raise wrong("logit_bias", "a mapping of token ids to numbers", value) from error
     if len(biases) > MAX_BIASES:
         raise RequestError(f"logit_bias takes at most {MAX_BIASES} tokens", param="logit_bias")
     if any(not 0 <= token_id <= MAX_COUNT for token_id in biases):
@@ -325,46 +340,26 @@ def _biases(value: object) -> dict[int, float]:
     return biases
 
 
-def _kind(value: object) -> RequestOutputKind:
+def _kind(_: str, value: object) -> RequestOutputKind:
     for kind in RequestOutputKind:
         if value == kind:
             return kind
-    raise _wrong("output_kind", "cumulative, delta or final", value)
+    raise wrong("output_kind", "cumulative, delta or final", value)
 
 
-def _form(value: object) -> StructuredOutputsParams:
+def _form(_: str, value: object) -> StructuredOutputsParams:
+    if isinstance(value, StructuredOutputsParams):
+        return value
     try:
         return msgspec.convert(value, StructuredOutputsParams)
     except msgspec.ValidationError as error:
         raise RequestError(f"structured_outputs: {error}", param="structured_outputs") from error
 
 
-def _wrong(name: str, wanted: str, value: object) -> RequestError:
-    return RequestError(f"{name} must be {wanted}, not {reprlib.repr(value)}", param=name)
-
-
-def _check_ranges(params: SamplingParams) -> None:
-    _in_range("n", params.n, 1, MAX_CHOICES)
-    _in_range("temperature", params.temperature, 0.0, 100.0)
-    _in_range("top_p", params.top_p, 0.0, 1.0, open_low=True)
-    _in_range("min_p", params.min_p, 0.0, 1.0)
-    _in_range("presence_penalty", params.presence_penalty, -2.0, 2.0)
-    _in_range("frequency_penalty", params.frequency_penalty, -2.0, 2.0)
-    _in_range("repetition_penalty", params.repetition_penalty, 0.0, 100.0, open_low=True)
-    if not -1 <= params.top_k <= MAX_COUNT:
-        text = f"top_k must be -1 or 0 (keep all) or positive, and at most {MAX_COUNT}"
-        raise RequestError(text, param="top_k")
-    if params.max_tokens is not None and params.max_tokens < 1:
-        raise RequestError("max_tokens must be at least 1", param="max_tokens")
-    _in_range("min_tokens", params.min_tokens, 0, MAX_COUNT)
+def _check_together(params: SamplingParams) -> None:
+    """Raise `RequestError` for values that no row can judge alone."""
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise RequestError("min_tokens must not exceed max_tokens", param="min_tokens")
-    for name, number in (
-        ("logprobs", params.logprobs),
-        ("prompt_logprobs", params.prompt_logprobs),
-    ):
-        if number is not None:
-            _in_range(name, number, 0, MAX_LOGPROBS)
     if params.seed is not None and not -(1 << SEED_BITS) <= params.seed < 1 << SEED_BITS:
         raise RequestError("seed must fit 64 bits", param="seed")
     if any(not text for text in params.stop_strings):
@@ -383,10 +378,26 @@ def _check_ranges(params: SamplingParams) -> None:
         raise RequestError(text, code="unsupported", param="best_of")
 
 
-def _in_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
-    if not low <= value <= high or (open_low and value == low):
-        edge = "above" if open_low else "at least"
-        # An integer is shown with all of its digits, and 1.0 as 1.
-        lowest = f"{low:.10g}"
-        highest = f"{high:.10g}"
-        raise RequestError(f"{name} must be {edge} {lowest} and at most {highest}", param=name)
+_CONVERTERS: Mapping[object, Convert] = {
+    list[int]: _ids,
+    dict[int, float]: _biases,
+    RequestOutputKind | OutputKind: _kind,
+    StructuredOutputsParams: _form,
+}
+ROWS = tuple(rows_of(SamplingParams, _CONVERTERS))
+# Fields that baton does not support, and the values of each that ask for nothing.
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    row.name: row.about.only for row in ROWS if row.about.only
+}
+_NEUTRAL_VALUES = tuple(NEUTRAL.values())
+_neutral_fields = operator.attrgetter(*NEUTRAL)
+_CHECKED_ROWS = tuple(row for row in ROWS if row.convert is not None)
+_CHECKED_DEFAULTS = tuple(row.default for row in _CHECKED_ROWS)
+_checked_fields = operator.attrgetter(*(row.name for row in _CHECKED_ROWS))
+
+
+def _refuse_unsupported(params: SamplingParams) -> None:
+    for row in ROWS:
+        if row.about.only and getattr(params, row.name) not in row.about.only:
+            text = f"{row.name} is not supported: leave it out or set it to {row.default!r}"
+            raise RequestError(text, code="unsupported", param=row.name)

@@ -6,6 +6,7 @@ waited already and its blocks may be cached somewhere.
 """
 
 import math
+import operator
 import secrets
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
@@ -554,21 +555,25 @@ def sampling_of(
         tuple((params.logit_bias or {}).items()),
     )
     return Sampling(
+        **dict(zip(_SAME_FIELDS, _same_values(params), strict=True)),
         seed=secrets.randbits(SEED_BITS) if params.seed is None else params.seed,
         max_tokens=max_tokens,
-        min_tokens=params.min_tokens,
-        temperature=params.temperature,
         top_k=max(params.top_k, 0),
-        top_p=params.top_p,
-        min_p=params.min_p,
         stop_token_ids=tuple(params.stop_token_ids or ()),
-        ignore_eos=params.ignore_eos,
         grammar=grammar,
         allowed_token_ids=tuple(params.allowed_token_ids or ()),
         bad_words=bad_words,
         penalties=None if penalties == Penalties() else penalties,
-        logprobs=params.logprobs,
-        prompt_logprobs=params.prompt_logprobs,
         cache_root=scope.root,
         lora=scope.lora,
     )
+
+
+# Those of `SamplingParams` that engines get as they are.
+_CHANGED = ("seed", "max_tokens", "top_k", "stop_token_ids", "allowed_token_ids", "bad_words")
+_SAME_FIELDS = [
+    name
+    for name in Sampling.__struct_fields__
+    if name in SamplingParams.__struct_fields__ and name not in _CHANGED
+]
+_same_values = operator.attrgetter(*_SAME_FIELDS)

@@ -8,8 +8,10 @@ place of `vllm:`.
 import re
 from collections import Counter
 from collections.abc import Iterable
+from typing import get_args
 
 from baton.protocol.errors import BatonError
+from baton.protocol.messages import FinishReason
 from baton.router.core.health import Health, ServedModel
 from baton.router.http.errors import RETRY_STATUSES
 from baton.router.outputs import RequestMetrics
@@ -323,7 +325,7 @@ _AT_0: dict[Family, tuple[tuple[str, ...], ...]] = {
     ),
     RETRIES: tuple((code,) for code in _LOSSES),
     RESUMES: tuple((code,) for code in _LOSSES),
-    SUCCESSES: (("stop",), ("length",)),
+    SUCCESSES: tuple((reason,) for reason in get_args(FinishReason)),
 }
 
 

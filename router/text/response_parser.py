@@ -708,7 +708,9 @@ class ParsingDetokenizer(Detokenizer):
         assert delta is not None, "the texts of tokens have no stop strings of their own"
         parser = self._parser
         may_think = parser.may_think
-        parts = parser.push(delta.text, is_end=final is not None, is_cut=final == "length")
+        parts = parser.push(
+            delta.text, is_end=final is not None, is_cut=final not in (None, "stop")
+        )
         if may_think:
             counted = delta.token_ids
             end_id = self._end_think_id

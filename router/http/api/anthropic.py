@@ -11,12 +11,12 @@ import msgspec
 from msgspec import Meta
 
 from baton.protocol.errors import BatonError, RequestError
+from baton.protocol.sampling import Int32
 from baton.router.http.api.decoding import decoded
 from baton.router.http.api.openai_chunks import ResponseWriter, call_id
 from baton.router.http.api.schema import (
     ChatBody,
     Effort,
-    Int,
     JsonSchema,
     ParsedRequest,
     ResponseFormat,
@@ -117,11 +117,11 @@ class CountBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class MessageBody(CountBody, kw_only=True):
     """The body of POST /v1/messages."""
 
-    max_tokens: Int
+    max_tokens: Int32
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: Int | None = None
+    top_k: Int32 | None = None
     stop_sequences: list[str] | None = None
     # These change nothing about a response.
     metadata: Object | None = None

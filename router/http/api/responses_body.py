@@ -10,12 +10,12 @@ import msgspec
 from msgspec import Meta
 
 from baton.protocol.errors import RequestError
+from baton.protocol.sampling import Int32
 from baton.router.http.api.decoding import converted, count, decoded
 from baton.router.http.api.schema import (
     AnyBody,
     ChatBody,
     Effort,
-    Int,
     JsonSchema,
     ParsedRequest,
     ResponseFormat,
@@ -111,15 +111,15 @@ class ResponseBody(AnyBody, kw_only=True):
 
     input: str | Annotated[list[Object], Meta(max_length=MAX_TURNS)]
     instructions: str | None = None
-    max_output_tokens: Int | None = None
+    max_output_tokens: Int32 | None = None
     text: TextSettings | None = None
     reasoning: ReasoningSettings | None = None
     tools: Annotated[list[Object], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | Object | None = None
     parallel_tool_calls: bool | None = None
-    max_tool_calls: Int | None = None  # of hosted tools, which no response calls
+    max_tool_calls: Int32 | None = None  # of hosted tools, which no response calls
     include: list[str] | None = None
-    top_logprobs: Int | None = None
+    top_logprobs: Int32 | None = None
     chat_template_kwargs: Object | None = None
     stream_options: ResponseStreamOptions | None = None
     truncation: str | None = None

@@ -7,13 +7,13 @@ unknown fields are ignored.
 import operator
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Optional, TypeVar, cast
 
 import msgspec
 from msgspec import Meta
 
 from baton.protocol.errors import RequestError
-from baton.protocol.sampling import EVERYONE, MAX_BIASES, NEUTRAL, SamplingParams, Scope
+from baton.protocol.sampling import EVERYONE, NEUTRAL, ROWS, Int32, SamplingParams, Scope
 from baton.router.http.api.decoding import decoded
 from baton.router.http.api.turns import (
     MAX_TURNS,
@@ -38,22 +38,13 @@ MAX_TOTAL_CHOICES = 1024
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
 MAX_ALL_STOP_CHARS = 4096
-MAX_STOP_TOKEN_IDS = 1024
-MAX_ALLOWED_TOKEN_IDS = 1 << 16
 DEFAULT_MAX_TOKENS = 16
 
-Int = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
-Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-TokenIdList = Annotated[
-    list[Annotated[int, Meta(ge=0, le=2**31 - 1)]], Meta(max_length=MAX_STOP_TOKEN_IDS)
-]
-
-AllowedIds = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_ALLOWED_TOKEN_IDS)]
-Biases = Annotated[dict[str, float], Meta(max_length=MAX_BIASES)]
 KeptTokens = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 # The value of `truncate_prompt_tokens` that keeps what fits the model.
 LONGEST_PROMPT = -1
 Endpoint = Literal["completions", "chat", "responses", "messages"]
+B = TypeVar("B", bound=msgspec.Struct)
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -75,35 +66,40 @@ class ResponseFormat(msgspec.Struct):
     triggers: list[str] | None = None
 
 
+def with_sampling(body: type[B]) -> type[B]:
+    """Return a body with the fields of `SamplingParams` that all bodies take as they are."""
+    fields: list[tuple[str, object, object]] = [
+        (row.name, Optional[row.about.body], None)  # noqa: UP045 - the type is a value
+        for row in ROWS
+        if row.about.body is not None and row.name not in body.__struct_fields__
+    ]
+    whole = msgspec.defstruct(
+        body.__name__,
+        fields,
+        bases=(body,),
+        module=body.__module__,
+        forbid_unknown_fields=True,
+        kw_only=True,
+    )
+    return cast("type[B]", whole)
+
+
+@with_sampling
 class AnyBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The fields that all endpoints have. In each of them, null means the default."""
+    """The fields that all endpoints have. In each of them, null means the default.
+
+    Those that become a field of `SamplingParams` unchanged come from its rows.
+    """
 
     model: str | None = None
     stream: bool | None = None
-    min_tokens: Int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Int | None = None
-    min_p: float | None = None
-    seed: Seed | None = None
+    min_tokens: Int32 | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: TokenIdList | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    allowed_token_ids: AllowedIds | None = None
     bad_words: list[str] | None = None
     structured_outputs: dict[str, object] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: Biases | None = None
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
     truncate_prompt_tokens: KeptTokens | None = None  # the last ones of the prompt
     # These are accepted only with values that ask for nothing (`_NEUTRAL`).
-    length_penalty: float | None = None
-    use_beam_search: bool | None = None
-    spaces_between_special_tokens: bool | None = None
     priority: int | None = None
     include_reasoning: bool | None = None  # in chats; a completion's text has it anyway
     # These change nothing about a response.
@@ -116,7 +112,7 @@ class AnyBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_retention: str | None = None
     request_id: str | None = None
     session_id: str | None = None
-    stream_interval: Int | None = None
+    stream_interval: Int32 | None = None
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -135,17 +131,17 @@ class GenerationBody(AnyBody, kw_only=True):
     """The fields that completions and chats have."""
 
     stream_options: StreamOptions | None = None
-    max_tokens: Int | None = None
-    n: Int | None = None
+    max_tokens: Int32 | None = None
+    n: Int32 | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    prompt_logprobs: Int | None = None
+    prompt_logprobs: Int32 | None = None
     # Those that the tokenizer adds to every text; by default only in completions.
     add_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None
     # These are accepted only with values that ask for nothing.
     reasoning_effort: Effort | None = None  # in chats, for templates that read it
-    best_of: Int | None = None
+    best_of: Int32 | None = None
     modalities: list[str] | None = None
     # These change nothing about a response.
     verbosity: str | None = None
@@ -157,7 +153,7 @@ class CompletionBody(GenerationBody, kw_only=True):
 
     prompt: str | list[int | str | list[int]]
     echo: bool | None = None
-    logprobs: Int | bool | None = None  # of each token and of so many of the likeliest
+    logprobs: Int32 | bool | None = None  # of each token and of so many of the likeliest
     suffix: str | None = None
 
 
@@ -165,12 +161,12 @@ class ChatBody(GenerationBody, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Turn], Meta(max_length=MAX_TURNS)]
-    max_completion_tokens: Int | None = None
+    max_completion_tokens: Int32 | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, object] | None = None
     logprobs: bool | None = None
-    top_logprobs: Int | None = None
+    top_logprobs: Int32 | None = None
     tools: ToolList | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
