@@ -33,7 +33,7 @@ PROTOCOL_VERSION = 1
 
 Role = Literal["prefill", "decode"]
 TierName = Literal["memory", "folder"]  # below a node's KV pool
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "repetition"]
 # The failure of a node that would have to compute more than its router expected.
 NOT_CACHED = "not_cached"
 # The features of nodes that lend cached blocks to those that compute equal bits, or to any.

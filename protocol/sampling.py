@@ -27,6 +27,7 @@ SEED_BITS = 63
 MAX_BIAS = 100.0
 MAX_BIASES = 1024
 MAX_LOGPROBS = 20
+MAX_PATTERN_SIZE = 1024  # a node looks for a pattern at each token
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Natural = Annotated[int, Meta(ge=0)]
 MAX_PROMPT_LOGPROBS = 1 << 19  # of a request's prompts together, those of likeliest tokens included
@@ -101,6 +102,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     allowed_token_ids: tuple[Count, ...] = ()  # empty allows all
     bad_words: tuple[tuple[Count, ...], ...] = ()  # sequences that must not come
     penalties: Penalties | None = None
+    repetition_detection: "RepetitionDetectionParams | None" = None
     logprobs: Count | None = None  # of each token and of so many of the likeliest
     prompt_logprobs: Count | None = None  # the same of the prompt's tokens
     # The root of its blocks' hashes, so that only sequences with the same root share blocks.
@@ -155,6 +157,33 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, forbid_unknown_fields
         """The name of the field that is set, and its value."""
         fields = msgspec.structs.asdict(self).items()
         return next((name, value) for name, value in fields if value not in (None, False))
+
+
+class RepetitionDetectionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which repetition at the end of an output ends it. The names are vLLM's.
+
+    A pattern is `min_pattern_size` to `max_pattern_size` tokens that come `min_count` times in a
+    row. The smallest size 0 means 1, and the largest size 0 detects nothing. Raises a
+    `RequestError` for sizes or a count that fit no pattern.
+    """
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+    def __post_init__(self) -> None:
+        name = "repetition_detection"
+        largest, smallest, count = (integer(name, value) for value in msgspec.structs.astuple(self))
+        problem = ""
+        if not 0 <= smallest <= largest <= MAX_PATTERN_SIZE:
+            problem = (
+                f"pattern sizes of at least 0 and at most {MAX_PATTERN_SIZE}, of which "
+                "max_pattern_size is the larger"
+            )
+        elif largest and not 2 <= count <= MAX_COUNT:
+            problem = "a min_count of at least 2"
+        if problem:
+            raise RequestError(f"{name} needs {problem}", param=name)
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
@@ -292,6 +321,14 @@ class SamplingParams(msgspec.Struct, frozen=True):
     use_beam_search: Annotated[bool, About(only=(False, None), body=bool)] = False
     length_penalty: Annotated[float, About(only=(1, None), body=float)] = 1.0
     early_stopping: Annotated[bool, About(only=(False, None))] = False
+    repetition_detection: Annotated[
+        RepetitionDetectionParams | None,
+        About(
+            "end an output with the `finish_reason` `repetition` once the same `min_pattern_size` "
+            "to `max_pattern_size` tokens have come `min_count` times in a row; sizes up to 1024",
+            body=dict[str, object],
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         if not all(map(operator.contains, _NEUTRAL_VALUES, _neutral_fields(self))):
@@ -347,13 +384,18 @@ def _kind(_: str, value: object) -> RequestOutputKind:
     raise wrong("output_kind", "cumulative, delta or final", value)
 
 
-def _form(_: str, value: object) -> StructuredOutputsParams:
-    if isinstance(value, StructuredOutputsParams):
-        return value
-    try:
-        return msgspec.convert(value, StructuredOutputsParams)
-    except msgspec.ValidationError as error:
-        raise RequestError(f"structured_outputs: {error}", param="structured_outputs") from error
+def _as(kind: type[msgspec.Struct]) -> Convert:
+    """Return what makes an object of a body into a struct."""
+
+    def convert(name: str, value: object) -> object:
+        if isinstance(value, kind):
+            return value
+        try:
+            return msgspec.convert(value, kind)
+        except msgspec.ValidationError as error:
+            raise RequestError(f"{name}: {error}", param=name) from error
+
+    return convert
 
 
 def _check_together(params: SamplingParams) -> None:
@@ -382,7 +424,8 @@ _CONVERTERS: Mapping[object, Convert] = {
     list[int]: _ids,
     dict[int, float]: _biases,
     RequestOutputKind | OutputKind: _kind,
-    StructuredOutputsParams: _form,
+    StructuredOutputsParams: _as(StructuredOutputsParams),
+    RepetitionDetectionParams: _as(RepetitionDetectionParams),
 }
 ROWS = tuple(rows_of(SamplingParams, _CONVERTERS))
 # Fields that baton does not support, and the values of each that ask for nothing.

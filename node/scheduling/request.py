@@ -397,7 +397,33 @@ class Sequence:
             or num_tokens >= limits.max_model_len
         ):
             return "length"
+        if num_output_tokens >= self.sampling.min_tokens and self._repeats(token_id):
+            return "repetition"
         return None
+
+    def _repeats(self, token_id: int) -> bool:
+        """Return whether the output ends with a repetition once it has `token_id`."""
+        wanted = self.sampling.repetition_detection
+        if wanted is None or not wanted.max_pattern_size:
+            return False
+        known = self.token_ids
+        end = len(known)
+        num_output_tokens = end + 1 - self.num_prompt_tokens
+        largest = min(wanted.max_pattern_size, num_output_tokens // wanted.min_count)
+        stop = end + 1 - max(wanted.min_pattern_size, 1)
+        position = end - largest
+        while position < stop:
+            try:  # a pattern ends with the same token
+                position = known.index(token_id, position, stop)
+            except ValueError:
+                return False
+            size = end - position
+            start = end + 1 - size * wanted.min_count
+            # All tokens but the first pattern equal those that are one pattern before them.
+            if known[start + size : end] == known[start : end - size]:
+                return True
+            position += 1
+        return False
 
 
 def no_token(reason: str) -> Failure:

@@ -55,7 +55,7 @@ class Detokenizer:
         if self._is_stopped:
             return None
         num_visible = len(token_ids)
-        stop_reason = None
+        stop_reason: StopReason = "repetition_detected" if final == "repetition" else None
         if final == "stop" and token_ids:
             if token_ids[-1] in (self._params.stop_token_ids or ()):
                 stop_reason = token_ids[-1]

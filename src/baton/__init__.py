@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from baton.pooling import EmbeddingRequestOutput, PoolingParams, ScoringRequestOutput
     from baton.prompts import LoRARequest, TextPrompt, TokensPrompt
     from baton.protocol.sampling import (
+        RepetitionDetectionParams,
         RequestOutputKind,
         SamplingParams,
         StructuredOutputsParams,
@@ -31,6 +32,7 @@ __all__ = [
     "LoRARequest",
     "Logprob",
     "PoolingParams",
+    "RepetitionDetectionParams",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
@@ -49,6 +51,7 @@ _HOMES = {
     "LoRARequest": "baton.prompts",
     "Logprob": "baton.router.outputs",
     "PoolingParams": "baton.pooling",
+    "RepetitionDetectionParams": "baton.protocol.sampling",
     "RequestOutput": "baton.router.outputs",
     "RequestOutputKind": "baton.protocol.sampling",
     "SamplingParams": "baton.protocol.sampling",

@@ -81,6 +81,10 @@ OF_BOTH = {
     f'{{"1.5":1}} {{"5":NaN}} {{"5":1e999}} {{"99999":1}} {{"{"9" * 5000}":1}} {MANY}',
     "allowed_token_ids": '[] [-1] [1024] [1000000] ["5"] [true] 5 {} [99999999999999999999]',
     "bad_words": r'1 {} [1] [""] ["\u0020"] "word" ' + f'["{LONG}"] {several("9", 65)}',
+    "repetition_detection": '1 [] "x" {"size":3} {"max_pattern_size":"3","min_count":2} '
+    '{"max_pattern_size":3} {"max_pattern_size":3,"min_count":1} {"max_pattern_size":-1} '
+    '{"max_pattern_size":2,"min_pattern_size":3,"min_count":2} {"min_pattern_size":1} '
+    '{"max_pattern_size":1025,"min_count":2} {"max_pattern_size":3,"min_count":2.5}',
     "logprobs": '-1 21 1000000 "5" [] {} 1.5',
     "prompt_logprobs": '-2 21 "1" true',
     "best_of": '0 2 -1 "1" [] 1.5',
