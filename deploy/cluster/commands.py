@@ -1,8 +1,8 @@
 """`baton up`, `down`, `restart`, `status` and `render`: one cluster.yaml on any platform.
 
 `up` runs a description on this machine or on Ray, and records what it starts in a state folder,
-where `status` and `down` find it. It returns once the cluster serves, or stays in the foreground on
-this machine. If it fails, it leaves nothing running. Kubernetes, Slurm and systemd run the files
+where `status` and `down` find it. It stays in the foreground, or on this machine returns once the
+cluster serves. If it fails, it leaves nothing running. Kubernetes, Slurm and systemd run the files
 that `render` writes.
 """
 
@@ -90,8 +90,8 @@ class ClusterArguments(msgspec.Struct, frozen=True):
     detach: Annotated[
         bool,
         about(
-            "return once the cluster serves; without this flag, `--on local` stays in the "
-            "foreground and ends the cluster with Ctrl-C",
+            "return once the cluster serves; without this flag, `up` stays in the foreground and "
+            "ends the cluster with Ctrl-C",
             kind="switch",
         ),
     ] = False
@@ -132,7 +132,7 @@ class ClusterArguments(msgspec.Struct, frozen=True):
     @property
     def stays(self) -> bool:
         """Return whether `up` stays in front, and the cluster ends with it."""
-        return self.on == LOCAL and not self.detach
+        return not self.detach
 
 
 FLAGS = {
@@ -271,13 +271,12 @@ def status(given: ClusterArguments) -> int:
     folder, deployment = deployment_of(given.path, given.state)
     platform = _platform_of(deployment)
     plan: ClusterPlan | None = None
-    urls: tuple[str, ...] = ()
     # If the file was changed or moved, the processes that run are shown without their routers.
     with contextlib.suppress(ConfigError):
         plan = _planned(deployment.file, _addresses_on(deployment.platform))
-        urls = platform.urls(plan, folder)
+    statuses = platform.status(folder)  # which tells where Ray runs the routers
+    urls = platform.urls(plan, folder) if plan is not None else ()
     routers = routers_of(given.url, given.api_key, plan, urls)
-    statuses = platform.status(folder)
     return show(routers, deployment.name, statuses, ca_file=given.ca_file, is_json=given.json)
 
 
@@ -353,6 +352,11 @@ def arguments_of(command: str, summary: str, arguments: Sequence[str]) -> Cluste
         raise ConfigError(f"--on {given.on}: choose one of {', '.join(platforms)}")
     if given.address and given.on != RAY:
         raise ConfigError("--address is that of a Ray cluster: add `--on ray`, or leave it out")
+    if given.detach and given.on == RAY:
+        raise ConfigError(
+            "--detach: a cluster on Ray ends with its driver; leave it in the background with "
+            f"`ray job submit --no-wait -- baton up {given.path} --on ray`"
+        )
     if given.host and given.on == RAY:
         raise ConfigError("--host: Ray chooses the hosts of all processes; leave this out")
     return given

@@ -86,39 +86,60 @@ def stream(deployed: Deployed) -> HTTPResponse:
     return deployed.ask(max_tokens=600, ignore_eos=True, stream=True)
 
 
-@pytest.mark.release
-def test_a_cluster_on_ray_serves_survives_an_actor_and_drains(ray_env, tmp_path):
+@pytest.fixture
+def placed(ray_env, tmp_path):
+    """A cluster on Ray that serves, and its driver."""
     placed = cluster(tmp_path, ray_env)
-    code, said, complained = placed.run("up", "--on", "ray", "--timeout", str(TIMEOUT_S))
-    assert code == 0, complained
-    assert f"small serves at http://{HEAD}:{placed.port}/v1\n" in said
     placed.address = HEAD
+    driver = placed.baton("up", "--on", "ray", "--timeout", str(TIMEOUT_S))
     try:
-        assert placed.complete() == " 4071."
-        before = placed.processes()
-        assert set(before) == {"router-0", "prefill-0", "decode-0"}
-        # Ray's own 15 would let nodes wait for everything else on their hosts.
-        assert {process.nice() for process in before.values()} == {0}
-        secret = (placed.folder / "cluster.key").read_text().split()[1]
-        assert not [one for one in psutil.process_iter() if secret in shown_by(one)]
-        check_refusals(tmp_path, ray_env)
-        check_restart(placed, before["decode-0"])
-        with stream(placed) as reply:
-            first = reply.readline()
-            code, said, complained = placed.run("down")
-            lines = [line for line in [first, *reply] if line.startswith(b"data: ")]
-        assert (code, said, lines[-1]) == (0, "small is down\n", b"data: [DONE]\n"), complained
-        assert placed.all_gone()
+        assert driver.stdout is not None
+        assert driver.stdout.readline() == f"small serves at http://{HEAD}:{placed.port}/v1\n"
+        yield placed, driver
     finally:
-        placed.run("down")
+        driver.kill()
+        driver.communicate()
+    until(lambda: held_by_ray(ray_env) == "[] 0.0")
+
+
+@pytest.mark.release
+def test_a_cluster_on_ray_serves_survives_an_actor_and_drains(placed):
+    placed, driver = placed
+    assert placed.complete() == " 4071."
+    before = placed.processes()
+    assert set(before) == {"router-0", "prefill-0", "decode-0"}
+    # Ray's own 15 would let nodes wait for everything else on their hosts.
+    assert {process.nice() for process in before.values()} == {0}
+    secret = (placed.folder / "cluster.key").read_text().split()[1]
+    assert not [one for one in psutil.process_iter() if secret in shown_by(one)]
+    check_restart(placed, before["decode-0"])
+    with stream(placed) as reply:
+        first = reply.readline()
+        code, said, complained = placed.run("down")
+        lines = [line for line in [first, *reply] if line.startswith(b"data: ")]
+    assert (code, said, lines[-1]) == (0, "small is down\n", b"data: [DONE]\n"), complained
+    assert driver.wait(TIMEOUT_S) == 0
+    assert placed.all_gone()
+
+
+@pytest.mark.release
+def test_a_cluster_on_ray_ends_with_its_driver(placed):
+    placed, driver = placed
+    assert len(placed.processes()) == 3
+    driver.kill()
+    assert placed.all_gone()
+
+
+def held_by_ray(env: dict[str, str]) -> str:
+    """Return the actors and the number of CPUs that Ray still holds."""
     held = subprocess.run(
         [sys.executable, "-c", HELD],
-        env={**os.environ, **ray_env},
+        env={**os.environ, **env},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert held.stdout.strip() == "[] 0.0"
+    return held.stdout.strip()
 
 
 def shown_by(process: psutil.Process) -> str:
@@ -129,25 +150,22 @@ def shown_by(process: psutil.Process) -> str:
         return ""
 
 
-def check_refusals(folder: Path, env: dict[str, str]) -> None:
-    """A start that cannot work is one line, and touches no other cluster."""
-    for name, gpus, said in (
-        ("other", 64, "Ray cannot reserve what all processes need"),
-        ("small", 0, "already, from another state folder"),
-    ):
-        (folder / name).mkdir()
-        other = cluster(folder / name, env)
-        other.content |= {"name": name, "pools": {"decode": {"role": "decode", "gpus": gpus}}}
-        if name == "small":
-            other.content["pools"] = {"decode": {"role": "decode", "cpus": 1}}
-        code, _, complained = (
-            other.run("up", "--on", "ray", "--timeout", "3")
-            if not gpus
-            else (other.run("up", "--on", "ray"))
-        )
-        (line,) = [line for line in complained.splitlines() if line.startswith("baton: ")]
-        assert (code, said in line) == (2, True), complained
-        assert not list(other.state.glob("*.json"))
+@pytest.mark.release
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ((), 2, "Ray cannot reserve what all processes need"),
+        (("--timeout", "3"), 1, "not ready within 3 s"),
+        (("--detach",), 2, "ray job submit"),
+        (("--address", "127.0.0.1:1"), 1, "cannot join Ray at 127.0.0.1:1"),
+    ],
+)
+def test_a_start_on_ray_that_cannot_work_is_one_line(words, code, said, ray_env, tmp_path):
+    other = cluster(tmp_path, ray_env)
+    other.content |= {"pools": {"decode": {"role": "decode", "gpus": 64}}}
+    ended, _, complained = other.run("up", "--on", "ray", *words)
+    assert (ended, complained.count("\n"), said in complained) == (code, 1, True), complained
+    assert not list(other.state.glob("*.json"))
 
 
 def check_restart(placed: Deployed, node: psutil.Process) -> None:

@@ -9,10 +9,9 @@ nodes begin anew. The scripts hold no setting and no secret of baton: tasks read
 import math
 import os
 import re
-import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -27,6 +26,7 @@ from baton.deploy.cluster.processes import (
     filled,
 )
 from baton.deploy.cluster.state import write_private
+from baton.deploy.templates import filled_in
 from baton.protocol.errors import BatonError, ConfigError
 from baton.runtime.clock import monotonic
 from baton.runtime.host import VISIBLE_GPUS
@@ -39,14 +39,6 @@ ROUTERS_FILE = "routers"  # with the address of the routers
 FOLDER = "$(FOLDER)"
 OWN_ADDRESS = "$(OWN_ADDRESS)"
 ROUTERS_ADDRESS = "$(ROUTERS_ADDRESS)"
-ADDRESS = r"""
-OWN_ADDRESS=$(scontrol show node --oneliner "$SLURMD_NODENAME" |
-  sed -n "s/.* NodeAddr=\([^ ]*\).*/\1/p")
-"""
-ANNOUNCE = f"""
-echo "$OWN_ADDRESS" >"$folder/{ROUTERS_FILE}.new" &&
-  mv "$folder/{ROUTERS_FILE}.new" "$folder/{ROUTERS_FILE}"
-"""
 WAIT_S = 1.0  # between two looks for routers whose job has not begun
 LOOK_S = 5.0  # between two looks whether they have moved
 
@@ -94,8 +86,11 @@ def render(plan: ClusterPlan, folder: Path) -> list[Path]:
     Path(logs).mkdir(parents=True, exist_ok=True)
     pools = list(dict.fromkeys(spec.pool for spec in plan.processes))
     files = {f"{pool}.sh": _script_of(plan, pool, str(folder), logs).encode() for pool in pools}
+    submission = filled_in(
+        "slurm-submit.sh", folder=str(folder), pools=pools, routers_file=ROUTERS_FILE
+    )
     files |= {
-        SUBMIT: _submission(str(folder), pools).encode(),
+        SUBMIT: submission.encode(),
         PLAN: msgspec.json.encode(SlurmPlan(plan.processes, logs)),
     }
     if plan.description.key:
@@ -105,75 +100,41 @@ def render(plan: ClusterPlan, folder: Path) -> list[Path]:
     return [folder / name for name in files]
 
 
-def _submission(folder: str, pools: Sequence[str]) -> str:
-    """Return the script that submits all jobs and keeps their ids, those of the routers first."""
-    lines = [f"cd {shlex.quote(folder)} || exit 1", f"rm -rf {ROUTERS_FILE} jobs"]
-    for pool in pools:
-        lines.append(f"job=$(sbatch --parsable {pool}.sh) || exit 1")
-        lines.append(f'echo "${{job%%;*}}" >>jobs; echo "{pool}: job ${{job%%;*}}"')
-    return "\n".join(["#!/bin/bash", *lines, ""])
-
-
 def _script_of(plan: ClusterPlan, pool: str, folder: str, logs: str) -> str:
-    description = plan.description
-    first = plan.pool(pool)[0]
-    task = "" if pool == ROUTERS else "-%a"
-    lines = [
-        "#!/bin/bash",
-        f"#SBATCH --job-name=baton-{description.name}-{pool}",
-        f'#SBATCH --output="{logs.replace("%", "%%")}/{pool}{task}.job.log"',
-        "#SBATCH --open-mode=append",
-    ]
-    if description.slurm.time:
-        lines.append(f"#SBATCH --signal=TERM@{math.ceil(first.grace_s)}")
-    lines += [f"#SBATCH {option}" for option in _options(description, plan.pool(pool))]
-    cpus = f" --cpus-per-task={first.cpus}" if first.cpus else ""
-    return "\n".join(
-        [
-            *lines,
-            "set -u",
-            "umask 077",
-            f"folder={shlex.quote(folder)}",
-            ADDRESS + (ANNOUNCE if pool == ROUTERS else ""),
-            "export PYTHONUNBUFFERED=1 OWN_ADDRESS",
-            # A process that was told to end exits with 0.
-            f"srun --kill-on-bad-exit=1{cpus} \\",
-            f'  {shlex.quote(sys.executable)} -m {__name__} "$folder" {pool}',
-            "",
-        ]
-    )
-
-
-def _options(description: Description, specs: Sequence[ProcessSpec]) -> list[str]:
-    """Return the options of sbatch for a pool, whose array has a task for each host.
+    """Return the script of a pool's job, in whose array each task is a host.
 
     The nodes are spread evenly; memory and resources are per host.
     """
+    description = plan.description
+    specs = plan.pool(pool)
     first = specs[0]
-    options = description.slurm
+    is_router = pool == ROUTERS
     per_host = 1
-    if first.role == "router":
+    if is_router:
         per_host = len(specs)
     elif first.gpus and description.gpus_per_host:
         per_host = min(len(specs), max(1, description.gpus_per_host // first.gpus))
     counts = {"gpu": first.gpus} if first.gpus else {}
     counts |= {name: int(count) for name, count in first.resources.items()}
-    resources = ",".join(f"{name}:{count * per_host}" for name, count in counts.items())
-    lines = [
-        f"--array=0-{math.ceil(len(specs) / per_host) - 1}" if first.role != "router" else "",
-        "--nodes=1",
-        f"--ntasks={per_host}",
-        f"--cpus-per-task={first.cpus}" if first.cpus else "",
-        f"--mem={first.memory_mib * per_host}M" if first.memory_mib else "",
-        f"--gres={resources}" if resources else "",
-        f'--constraint="{"&".join(first.node_selector)}"' if first.node_selector else "",
-        "--requeue",
-        f"--partition={options.partition}" if options.partition else "",
-        f"--account={options.account}" if options.account else "",
-        f"--time={options.time}" if options.time else "",
-        *options.arguments,
-    ]
-    return [line for line in lines if line]
+    return filled_in(
+        "slurm-pool.sh",
+        name=description.name,
+        pool=pool,
+        slurm=description.slurm,
+        folder=folder,
+        logs=logs,
+        is_router=is_router,
+        routers_file=ROUTERS_FILE,
+        grace_s=math.ceil(first.grace_s),
+        per_host=per_host,
+        num_hosts=math.ceil(len(specs) / per_host),
+        cpus=first.cpus,
+        memory_mib=first.memory_mib,
+        resources=",".join(f"{name}:{count * per_host}" for name, count in counts.items()),
+        features=list(first.node_selector),
+        python=sys.executable,
+        module=__name__,
+    )
 
 
 def placed(

@@ -16,33 +16,12 @@ from baton.deploy.cluster.description import Description
 from baton.deploy.cluster.hosts import addresses_by_name, with_shared_memory
 from baton.deploy.cluster.processes import ROUTERS, ClusterAddresses, ClusterPlan, ProcessSpec
 from baton.deploy.cluster.state import write_private
+from baton.deploy.templates import filled_in, literal
 
 # %E is the folder of configurations, %C that of caches: of the system or of the user.
 CONFIGURATION = "%E/baton"
 KEY = "cluster.key"
 KEY_CREDENTIAL = f"%d/{KEY}"  # %d is the folder of a unit's credentials
-SANDBOX = """\
-NoNewPrivileges=yes
-ProtectSystem=strict
-ProtectHome=read-only
-PrivateTmp=yes
-ProtectClock=yes
-ProtectHostname=yes
-ProtectKernelLogs=yes
-ProtectKernelModules=yes
-ProtectKernelTunables=yes
-ProtectControlGroups=yes
-RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK
-RestrictNamespaces=yes
-RestrictRealtime=yes
-RestrictSUIDSGID=yes
-LockPersonality=yes
-SystemCallArchitectures=native
-CapabilityBoundingSet=
-AmbientCapabilities=
-"""
-# Routers open no device. Nodes may use GPUs and RDMA ports.
-ROUTER_SANDBOX = "PrivateDevices=yes\n"
 _PLAIN = re.compile(r"[\w@+=:,./-]+")
 
 
@@ -97,16 +76,12 @@ def _files_of(plan: ClusterPlan, specs: Sequence[ProcessSpec]) -> dict[str, str]
 
 
 def _target(description: Description, specs: Sequence[ProcessSpec]) -> str:
-    is_system = description.systemd.scope == "system"
-    units = " ".join(_unit_of(description.name, spec) for spec in specs)
-    return f"""\
-[Unit]
-Description=baton cluster {description.name}
-Wants={units}
-
-[Install]
-WantedBy={"multi-user.target" if is_system else "default.target"}
-"""
+    return filled_in(
+        "systemd.target",
+        name=description.name,
+        units=[_unit_of(description.name, spec) for spec in specs],
+        is_system=description.systemd.scope == "system",
+    )
 
 
 def _template(
@@ -115,58 +90,26 @@ def _template(
     others: Sequence[ProcessSpec],
 ) -> str:
     name = description.name
-    # systemd stops a unit before the units that it starts after, so routers end before their nodes.
-    after = ["network-online.target"]
-    if spec.pool == ROUTERS:
-        after += [_unit_of(name, other) for other in others]
     key = f"keys.file={KEY_CREDENTIAL}"
     words = (*program_of(description), *spec.argv[1:])
-    command = " ".join(word if word == key else _quoted(word) for word in words)
-    lines = [
-        "[Unit]",
-        f"Description=baton {name} {spec.pool}-%i ({spec.role})",
-        f"PartOf={_target_of(name)}",
-        "Wants=network-online.target",
-        f"After={' '.join(after)}",
-        "StartLimitIntervalSec=0",
-        "",
-        "[Service]",
-        "Type=exec",
-        f"ExecStart={command}",
-        f"EnvironmentFile={CONFIGURATION}/{name}/{spec.pool}-%i.env",
-        *([f"LoadCredential={KEY}:{CONFIGURATION}/{name}/{KEY}"] if description.key else []),
-        "Environment=PYTHONUNBUFFERED=1 XDG_CACHE_HOME=%C/baton",
-        # Home folders are read-only here, and GPU nodes compile kernels.
-        "Environment=TRITON_CACHE_DIR=%C/baton/triton CUDA_CACHE_PATH=%C/baton/cuda",
-        "CacheDirectory=baton",
-        "Restart=always",
-        "RestartSec=2",
-        "KillMode=mixed",
-        f"TimeoutStopSec={spec.grace_s:g}",
-        "LimitNOFILE=65536",
-        "LimitMEMLOCK=infinity",
-        "UMask=0077",
-        *_limits(description, spec),
-    ]
-    sandbox = SANDBOX + (ROUTER_SANDBOX if spec.role == "router" else "")
-    # A user's own manager lacks the rights that a sandbox needs.
-    return "\n".join(lines) + "\n" + (sandbox if description.systemd.scope == "system" else "")
-
-
-def _limits(description: Description, spec: ProcessSpec) -> list[str]:
-    lines = []
-    if description.systemd.scope == "system":
-        lines.append(f"User={description.systemd.user}")
-    if spec.cpus:
-        lines.append(f"CPUQuota={100 * spec.cpus}%")
-    if spec.memory_mib:
-        lines.append(f"MemoryMax={spec.memory_mib}M")
-    if description.logs:
-        lines.append(f"StandardOutput=append:{_literal(description.logs)}/{spec.pool}-%i.log")
-    records = description.settings.get("log.records")
-    if records:
-        lines.append(f"ReadWritePaths=-{_literal(str(records))}")
-    return lines
+    return filled_in(
+        "systemd-pool.service",
+        name=name,
+        pool=spec.pool,
+        role=spec.role,
+        target=_target_of(name),
+        nodes=[_unit_of(name, other) for other in others] if spec.pool == ROUTERS else [],
+        command=" ".join(word if word == key else _quoted(word) for word in words),
+        configuration=CONFIGURATION,
+        key=KEY if description.key else "",
+        grace_s=f"{spec.grace_s:g}",
+        is_system=description.systemd.scope == "system",
+        user=description.systemd.user,
+        cpus=spec.cpus,
+        memory_mib=spec.memory_mib,
+        logs=description.logs,
+        records=str(description.settings.get("log.records") or ""),
+    )
 
 
 def _environment(spec: ProcessSpec) -> str:
@@ -180,12 +123,7 @@ def _quoted(word: str) -> str:
     if _PLAIN.fullmatch(word):
         return word
     text = word.replace("\\", "\\\\").replace('"', '\\"').replace("$", "$$")
-    return f'"{_literal(text)}"'
-
-
-def _literal(text: str) -> str:
-    """Return text in which systemd replaces nothing."""
-    return text.replace("%", "%%")
+    return f'"{literal(text)}"'
 
 
 def _in_file(text: str) -> str:
