@@ -224,7 +224,7 @@ class DecodeScheduler:
     def _decode_slice(self, sequence: Sequence, most_guesses: int) -> Slice:
         guesses = self._speculation.guesses(sequence)[: max(0, most_guesses)]
         num_drafts = None
-        if self.limits.has_draft_head:
+        if self.limits.engine.has_draft_head:
             num_drafts = self._speculation.num_drafts(sequence)
             # Behind the last guess is the row of a token that is sampled, from which drafts follow.
             wanted = len(guesses) + max(1, num_drafts)
@@ -271,7 +271,7 @@ class DecodeScheduler:
     def _grow(self, sequence: Sequence) -> bool:
         """Give the next position a block. Preempt the last sequence in order if none is free."""
         # A head stores the row of the token that is sampled, too.
-        end = sequence.num_planned_tokens + self.limits.has_draft_head
+        end = sequence.num_planned_tokens + self.limits.engine.has_draft_head
         if end < len(sequence.block_table) * self.pool.block_size:
             return True
         if self.pool.num_free == 0 and not (self._leaving or self.tiers.is_copying):
@@ -353,7 +353,9 @@ class DecodeScheduler:
             for choice, first in zip(request.every, firsts, strict=True)
             if choice in request.live and (every or first.finish_reason is None)
         }
-        copies = fork_prompt(self.pool, request, live, repeats_last=self.limits.has_draft_head)
+        copies = fork_prompt(
+            self.pool, request, live, repeats_last=self.limits.engine.has_draft_head
+        )
         self.requests.copies.add(copies)
         sequences = list(request.sequences.values())
         if not sequences:

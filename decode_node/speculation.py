@@ -24,10 +24,10 @@ class Speculation:
 
     def begin(self, sequence: Sequence) -> None:
         """Guess for a sequence, if this node does and its sampling allows it."""
-        if not self._limits.num_speculative_tokens or sequence.state:
+        if not self._limits.engine.num_speculative_tokens or sequence.state:
             return
         if not sequence.request.sampling.depends_on_output:
-            kind = HeadDrafts if self._limits.has_draft_head else PromptLookup
+            kind = HeadDrafts if self._limits.engine.has_draft_head else PromptLookup
             self._guessers[sequence.key] = kind(self._limits)
 
     def end(self, sequence: Sequence) -> None:
@@ -120,7 +120,7 @@ class HeadDrafts:
     """
 
     def __init__(self, limits: NodeLimits) -> None:
-        self._most = limits.num_speculative_tokens
+        self._most = limits.engine.num_speculative_tokens
         self._pause = Pause()
         self._cost = limits.draft_cost
         self._right, self._tried = PRIOR_DRAFTS
@@ -160,8 +160,10 @@ class PromptLookup:
     """
 
     def __init__(self, limits: NodeLimits) -> None:
-        self._num_guesses = limits.num_speculative_tokens
-        self._sizes = range(limits.prompt_lookup_max, limits.prompt_lookup_min - 1, -1)
+        self._num_guesses = limits.engine.num_speculative_tokens
+        self._sizes = range(
+            limits.engine.prompt_lookup_max, limits.engine.prompt_lookup_min - 1, -1
+        )
         self._text = bytearray()  # of all tokens, each in `TOKEN_BYTES`
         self._guesses: tuple[int, ...] = ()
         self._pause = Pause()

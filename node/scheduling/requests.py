@@ -60,7 +60,9 @@ class Requests:
         self.outputs = outputs
         self.copies = StepCopies(pool)
         self.tiers = Tiers(pool, outputs)
-        self.reads = PrefixReads(pool, outputs, self.tiers, repeats_last=limits.has_draft_head)
+        self.reads = PrefixReads(
+            pool, outputs, self.tiers, repeats_last=limits.engine.has_draft_head
+        )
         self.line = WaitingLine()
         self.prompts: dict[Key, Request] = {}  # until they are given back or their choices run
         self.computing: dict[Key, Request] = {}  # of them, those that have blocks, in order
@@ -189,7 +191,9 @@ class Requests:
         self.line.discard(request)
         self.computing[request.key] = request
         if is_computed:
-            prompt.start_at(request.num_cached_tokens, repeats_last=self.limits.has_draft_head)
+            prompt.start_at(
+                request.num_cached_tokens, repeats_last=self.limits.engine.has_draft_head
+            )
             self.copies.restore(prompt)
         return True
 

@@ -17,6 +17,7 @@ from baton.node.scheduling.plan import StepPlan, StepResult
 from baton.node.scheduling.tiers import Tiers
 from baton.protocol.adapters import shown_lora
 from baton.protocol.codec import MalformedMessage
+from baton.protocol.config import EngineConfig
 from baton.protocol.errors import BatonError, RequestError
 from baton.protocol.ids import Key
 from baton.protocol.messages import Decode, Load, Prefill
@@ -25,17 +26,14 @@ from baton.protocol.sampling import MAX_CHOICES
 
 
 class NodeLimits(msgspec.Struct, frozen=True):
-    """The bounds of a step and of a sequence on this node."""
+    """The bounds of a step and of a sequence on this node, as it found them, and its settings."""
 
     max_num_batched_tokens: int  # token budget of one step
     max_num_seqs: int  # sequences in one step
     max_model_len: int
     eos_token_ids: tuple[int, ...] = ()
     vocab_size: int = 1 << 31  # token ids are below this
-    num_speculative_tokens: int = 0  # at most, in a decode step of one sequence
-    prompt_lookup_max: int = 4
-    prompt_lookup_min: int = 2
-    has_draft_head: bool = False  # which makes the guesses
+    engine: EngineConfig = EngineConfig()  # whose bounds of a step may be 0, unlike those above
     draft_cost: float = 0.0  # of a draft, as a share of a step without any
     lora_modules: tuple[str, ...] = ()
     tasks: ModelTasks = ModelTasks()

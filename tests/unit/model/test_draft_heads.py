@@ -13,7 +13,7 @@ from baton.model.runner.runner import Runner
 from baton.node.scheduling.block_pool import BlockPool
 from baton.node.scheduling.plan import Slice, StepPlan, StepResult
 from baton.node.scheduling.scheduler import NodeLimits
-from baton.protocol.config import ClusterConfig
+from baton.protocol.config import ClusterConfig, EngineConfig
 from baton.protocol.errors import ConfigError
 from baton.protocol.messages import Decode, Tokens
 from baton.protocol.sampling import Sampling
@@ -37,8 +37,7 @@ LIMITS = NodeLimits(
     max_num_batched_tokens=32,
     max_num_seqs=8,
     max_model_len=512,
-    num_speculative_tokens=NUM_DRAFTS,
-    has_draft_head=True,
+    engine=EngineConfig(num_speculative_tokens=NUM_DRAFTS, speculative_method="mtp"),
 )
 
 
@@ -105,7 +104,7 @@ def sampling(max_tokens: int, temperature: float = 0.0) -> Sampling:
 
 def without_head(folder: Path, text: list[int], how: Sampling) -> list[int]:
     with loaded(compute_config(folder)) as runner:
-        limits = msgspec.structs.replace(LIMITS, num_speculative_tokens=0, has_draft_head=False)
+        limits = msgspec.structs.replace(LIMITS, engine=EngineConfig())
         served = Served(runner, limits)
         served.add("r", text, how)
         served.run()

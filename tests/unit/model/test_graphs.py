@@ -23,6 +23,7 @@ from baton.model.sampling.token_masks import TokenMasks
 from baton.node.scheduling.block_pool import BlockPool
 from baton.node.scheduling.plan import Slice, StepPlan
 from baton.node.scheduling.scheduler import NodeLimits
+from baton.protocol.config import EngineConfig
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.messages import Decode, Failed, Tokens
 from baton.protocol.sampling import Penalties, Sampling
@@ -34,7 +35,9 @@ NUM_BLOCKS = 48
 NUM_SCHEDULES = int(os.environ.get("BATON_SCHEDULES", "16"))  # of about five sequences
 EOS = tuple(range(0, SHAPE.vocab_size, 16))
 LIMITS = NodeLimits(16, 6, 40, EOS, SHAPE.vocab_size)
-GUESSING = msgspec.structs.replace(LIMITS, num_speculative_tokens=3, prompt_lookup_min=1)
+GUESSING = msgspec.structs.replace(
+    LIMITS, engine=EngineConfig(num_speculative_tokens=3, prompt_lookup_min=1)
+)
 PROMPTS = [[3 + (7 * salt + 5 * i) % 90 for i in range(1 + 3 * salt)] for salt in range(6)]
 SAMPLINGS = [
     Sampling(seed=5, max_tokens=9, temperature=0.0),

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from baton.decode_node.scheduler import DecodeScheduler
 from baton.decode_node.speculation import MAX_PAUSE, HeadDrafts, PromptLookup
+from baton.protocol.config import EngineConfig
 from tests.sim.executor import Context, next_token
 from tests.support.drive import LIMITS, Drive, continuation, local
 
-GUESSING = msgspec.structs.replace(LIMITS, num_speculative_tokens=3)
+GUESSING = msgspec.structs.replace(LIMITS, engine=EngineConfig(num_speculative_tokens=3))
 PERIOD = 7
 
 
@@ -24,7 +25,9 @@ def in_circles(context: Context, seed: int, choice: int) -> int:
 
 
 def drive(num_guesses: int, *, num_blocks: int = 64) -> Drive:
-    limits = msgspec.structs.replace(GUESSING, num_speculative_tokens=num_guesses)
+    limits = msgspec.structs.replace(
+        LIMITS, engine=EngineConfig(num_speculative_tokens=num_guesses)
+    )
     one = Drive(DecodeScheduler, num_blocks, limits)
     one.model.says = in_circles
     return one
@@ -118,5 +121,5 @@ def num_drafted(drafts: HeadDrafts, share: float, num_tokens: int) -> int:
 )
 def test_a_head_drafts_as_much_as_pays(cost, share, least, most):
     """Of a thousand tokens; a head that is seldom right, or slow, is asked now and then alone."""
-    limits = msgspec.structs.replace(GUESSING, has_draft_head=True, draft_cost=cost)
+    limits = msgspec.structs.replace(GUESSING, draft_cost=cost)
     assert least <= num_drafted(HeadDrafts(limits), share, 1000) <= most

@@ -9,6 +9,7 @@ from baton.kv_transfer.interfaces import BeginReceive, KVReceived, Offer, Releas
 from baton.node.scheduling.plan import StepPlan, StepResult
 from baton.prefill_node.scheduler import PrefillScheduler
 from baton.protocol.blocks import block_hashes, state_hashes
+from baton.protocol.config import EngineConfig
 from baton.protocol.messages import BlockRange, Failed, FirstToken, FirstTokens
 from tests.sim.executor import BLOCK_SIZE
 from tests.support.drive import (
@@ -144,7 +145,7 @@ def test_a_sequence_that_is_preempted_or_cancelled_gives_its_state_back():
 
 
 def test_no_token_is_guessed():
-    limits = msgspec.structs.replace(LIMITS, num_speculative_tokens=4)
+    limits = msgspec.structs.replace(LIMITS, engine=EngineConfig(num_speculative_tokens=4))
     drive = decode_drive(limits=limits, state_blocks=STATE)
     repeating = [1, 2, 3, 4] * 5
     drive.scheduler.add(0.0, 0, local("r", repeating, 12))
