@@ -42,6 +42,7 @@ Convert = Literal["auto", "none", "embed", "classify"]
 Device = Literal["auto", "cpu", "cuda"]
 KVCacheDtype = Literal["auto", "fp8"]
 KernelChoice = Literal["auto", "compiled", "torch"]
+SchedulingPolicy = Literal["fcfs"]
 SpeculativeMethod = Literal["ngram", "mtp", "eagle3"]
 GraphChoice = Literal["all", "prompts", "none"]
 TransportChoice = Literal["auto", "shm", "cuda_ipc", "nixl"]
@@ -300,6 +301,13 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_num_batched_tokens: Annotated[
         int, about("most tokens in one step; 0 takes 512 on CPUs and 2048 on GPUs", "tokens", ge=0)
     ] = 0
+    scheduling_policy: Annotated[
+        SchedulingPolicy,
+        about(
+            "order in which a node gives KV blocks to requests; where blocks run out, decode nodes "
+            "give the last in this order back first: fcfs takes the request that came first"
+        ),
+    ] = "fcfs"
     num_speculative_tokens: Annotated[
         int,
         about(

@@ -52,6 +52,7 @@ _OWN_NAMED = (
     "engine.kv_cache_dtype",
     "engine.max_num_batched_tokens",
     "engine.max_num_seqs",
+    "engine.scheduling_policy",
     "engine.num_speculative_tokens",
     "engine.speculative_method",
     "engine.speculative_model",

@@ -63,7 +63,7 @@ class Requests:
         self.reads = PrefixReads(
             pool, outputs, self.tiers, repeats_last=limits.engine.has_draft_head
         )
-        self.line = WaitingLine()
+        self.line = WaitingLine(limits.engine.scheduling_policy)
         self.prompts: dict[Key, Request] = {}  # until they are given back or their choices run
         self.computing: dict[Key, Request] = {}  # of them, those that have blocks, in order
         self.step_id = 0

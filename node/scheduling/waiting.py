@@ -1,14 +1,24 @@
-"""The order in which a node serves requests: which prompt gets blocks next, and which gives way."""
+"""The order in which a node serves requests: which gets blocks next, and which gives way."""
 
-from collections.abc import Iterable, Iterator
+from bisect import insort
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from baton.node.scheduling.request import Request, Sequence
+from baton.protocol.config import SchedulingPolicy
+
+Order = Callable[[Request], tuple[float, ...]]
+
+# By these keys, lower ones first. Of requests with equal keys, the one that came first is first.
+ORDERS: Mapping[SchedulingPolicy, Order] = {
+    "fcfs": lambda _: (),
+}
 
 
 class WaitingLine:
     """The requests that wait for blocks, in the order in which they should get them."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy: SchedulingPolicy) -> None:
+        self._order = ORDERS[policy]
         self._requests: list[Request] = []
 
     def __len__(self) -> int:
@@ -19,7 +29,7 @@ class WaitingLine:
 
     def add(self, now_s: float, request: Request) -> None:
         request.queued_s = now_s
-        self._requests.append(request)
+        insort(self._requests, request, key=self._order)
 
     def discard(self, request: Request) -> None:
         """Remove a request, if it waits."""
@@ -28,5 +38,5 @@ class WaitingLine:
 
     def last_of(self, running: Iterable[Sequence]) -> Sequence:
         """Return which of these sequences, in order of joining, gives its blocks up for others."""
-        *_, last = running
-        return last
+        latest_first = reversed(list(running))
+        return max(latest_first, key=lambda sequence: self._order(sequence.request))
