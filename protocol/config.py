@@ -42,7 +42,7 @@ Convert = Literal["auto", "none", "embed", "classify"]
 Device = Literal["auto", "cpu", "cuda"]
 KVCacheDtype = Literal["auto", "fp8"]
 KernelChoice = Literal["auto", "compiled", "torch"]
-SchedulingPolicy = Literal["fcfs"]
+SchedulingPolicy = Literal["fcfs", "priority"]
 SpeculativeMethod = Literal["ngram", "mtp", "eagle3"]
 GraphChoice = Literal["all", "prompts", "none"]
 TransportChoice = Literal["auto", "shm", "cuda_ipc", "nixl"]
@@ -305,7 +305,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         SchedulingPolicy,
         about(
             "order in which a node gives KV blocks to requests; where blocks run out, decode nodes "
-            "give the last in this order back first: fcfs takes the request that came first"
+            "give the last in this order back first: fcfs takes the request that came first, and "
+            "priority the one with the lowest `priority`"
         ),
     ] = "fcfs"
     num_speculative_tokens: Annotated[

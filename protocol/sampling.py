@@ -109,6 +109,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     cache_root: Annotated[BlockHash, Meta(max_length=HASH_BYTES)] = b""
     lora: str = ""  # the adapter's name
     pooling: Pooling | None = None  # what is wanted of the prompt instead of tokens
+    priority: Int64 = 0  # lower ones first, on nodes whose order of requests is by priority
 
     @property
     def needs_all_rows(self) -> bool:

@@ -11,6 +11,7 @@ Order = Callable[[Request], tuple[float, ...]]
 # By these keys, lower ones first. Of requests with equal keys, the one that came first is first.
 ORDERS: Mapping[SchedulingPolicy, Order] = {
     "fcfs": lambda _: (),
+    "priority": lambda request: (request.sampling.priority, request.arrived_s),
 }
 
 

@@ -14,6 +14,7 @@ from baton.kv_transfer.interfaces import (
 )
 from baton.node.scheduling.scheduler import NodeLimits
 from baton.protocol.blocks import block_hashes
+from baton.protocol.config import EngineConfig
 from baton.protocol.errors import Failure
 from baton.protocol.messages import (
     NOT_CACHED,
@@ -205,6 +206,45 @@ def test_when_no_block_is_left_the_youngest_goes_back_to_its_router():
     got = drive.output("young", [4, 5, 6])
     assert got == continuation([4, 5, 6], 21)[: len(got)]
     assert drive.pool.num_free == 8
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_requests_get_blocks_in_the_order_of_the_policy(role, policy):
+    """Lower priorities come first, and of equal ones the request that arrived first."""
+    limits = NodeLimits(
+        max_num_batched_tokens=8,
+        max_num_seqs=1,
+        max_model_len=64,
+        engine=EngineConfig(scheduling_policy=policy),
+    )
+    drive = (prefill_drive if role == "prefill" else decode_drive)(limits=limits)
+    plan = None
+    for name, priority in (("a", 0), ("b", 5), ("c", -1), ("d", 5), ("e", 0)):
+        message = prefill(name, [1] * 8) if role == "prefill" else local(name, [1] * 8, 2)
+        prior = msgspec.structs.replace(message.sampling, priority=priority)
+        drive.scheduler.add(drive.now_s, 0, msgspec.structs.replace(message, sampling=prior))
+        drive.now_s += 0.1
+        plan = plan or drive.launch()  # the first one begins before others arrive
+    assert plan is not None
+    drive.settle(plan)
+    drive.run()
+    order = dict.fromkeys(str(plan.slices[0].key.request_id) for plan in drive.plans)
+    assert "".join(order) == ("abcde" if policy == "fcfs" else "acebd")
+
+
+def test_the_sequence_with_the_lowest_priority_goes_back_first():
+    engine = EngineConfig(scheduling_policy="priority")
+    limits = NodeLimits(max_num_batched_tokens=16, max_num_seqs=8, max_model_len=256, engine=engine)
+    drive = decode_drive(num_blocks=8, limits=limits)
+    for name, prompt, priority in (("old", [1, 2, 3], 1), ("young", [4, 5, 6], -1)):
+        message = local(name, prompt, max_tokens=21)
+        prior = msgspec.structs.replace(message.sampling, priority=priority)
+        drive.scheduler.add(0.0, 0, msgspec.structs.replace(message, sampling=prior))
+    drive.run(depth=2)
+    failed = [message for message in drive.said if isinstance(message, Failed)]
+    assert [(f.key.request_id, f.failure.code) for f in failed] == [("old", "preempted")]
+    assert drive.output("young", [4, 5, 6]) == continuation([4, 5, 6], 21)
 
 
 def test_a_landing_whose_router_is_gone_is_given_up_as_lost_and_not_as_cancelled():
