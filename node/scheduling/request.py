@@ -397,18 +397,18 @@ class Sequence:
             or num_tokens >= limits.max_model_len
         ):
             return "length"
-        if num_output_tokens >= self.sampling.min_tokens and self._repeats(token_id):
+        if num_output_tokens >= self.request.sampling.min_tokens and self._repeats(token_id):
             return "repetition"
         return None
 
     def _repeats(self, token_id: int) -> bool:
         """Return whether the output ends with a repetition once it has `token_id`."""
-        wanted = self.sampling.repetition_detection
+        wanted = self.request.sampling.repetition_detection
         if wanted is None or not wanted.max_pattern_size:
             return False
         known = self.token_ids
         end = len(known)
-        num_output_tokens = end + 1 - self.num_prompt_tokens
+        num_output_tokens = end + 1 - self.request.num_prompt_tokens
         largest = min(wanted.max_pattern_size, num_output_tokens // wanted.min_count)
         stop = end + 1 - max(wanted.min_pattern_size, 1)
         position = end - largest

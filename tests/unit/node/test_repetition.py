@@ -4,10 +4,11 @@ import random
 
 import pytest
 
+from baton.node.scheduling.outputs import NO_ROUTER
+from baton.node.scheduling.request import Request
 from baton.node.scheduling.scheduler import NodeLimits
-from baton.node.scheduling.sequence import Sequence
 from baton.protocol.errors import RequestError
-from baton.protocol.messages import FinishReason
+from baton.protocol.messages import Decode, FinishReason
 from baton.protocol.sampling import RepetitionDetectionParams, SamplingParams
 from tests.support.drive import key, sampling
 
@@ -30,7 +31,8 @@ def end_of(
 ) -> tuple[int, FinishReason | None]:
     """Return after how many tokens a node ends an output, and why."""
     wanted = sampling(max_tokens, min_tokens=min_tokens, repetition_detection=params)
-    sequence = Sequence(key(), [*PROMPT], len(PROMPT), wanted)
+    message = Decode(key(), [*PROMPT], len(PROMPT), wanted)
+    sequence = Request.of(message, NO_ROUTER, 0.0).prompt
     for index, token_id in enumerate(output, 1):
         reason = sequence.finish_reason(token_id, LIMITS)
         if reason is not None:
