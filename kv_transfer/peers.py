@@ -22,7 +22,7 @@ from baton.kv_transfer.interfaces import (
     PeerRank,
     RemovePeer,
 )
-from baton.kv_transfer.transports.addresses import choose_transport
+from baton.kv_transfer.transports import choose_transport
 from baton.protocol.config import TransferConfig
 from baton.protocol.errors import Failure, TransferError
 from baton.protocol.ids import Epoch, NodeId

@@ -223,7 +223,7 @@ class PeerPool(Protocol):
 
 
 class PeerMemory(Protocol):
-    """What `cuda_ipc` needs from a GPU. The agent's thread enters, opens and sums."""
+    """What reads between GPUs need of one. The agent's thread enters, opens and sums."""
 
     @property
     def gpu(self) -> str:

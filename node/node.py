@@ -17,7 +17,7 @@ import msgspec
 
 from baton.kv_transfer.connector import NodeConnector
 from baton.kv_transfer.stores import ClaimedFolder
-from baton.kv_transfer.transports.addresses import reaches_of
+from baton.kv_transfer.transports import reaches_of
 from baton.node.executor import Executor, ExecutorInfo
 from baton.node.heartbeat import HeartbeatThread, Vitals
 from baton.node.loop import EngineLoop

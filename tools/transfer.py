@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from baton.bench.report.provenance import Provenance, collect, complete
 from baton.kv_transfer.interfaces import PoolMemory
 from baton.kv_transfer.pools import HostPool
-from baton.kv_transfer.transports.addresses import NixlAddress
+from baton.kv_transfer.transports.nixl import NixlAddress
 from baton.kv_transfer.transports.nixl_binding import block_rows, is_installed, make_agent
 from baton.protocol.config import TransportChoice
 from baton.protocol.errors import BatonError, NodeError

@@ -32,7 +32,7 @@ from baton.kv_transfer.interfaces import (
     RemovePeer,
 )
 from baton.kv_transfer.pools import HostPool
-from baton.kv_transfer.transports.addresses import choose_transport
+from baton.kv_transfer.transports import choose_transport
 from baton.protocol.codec import Codec
 from baton.protocol.config import ClusterConfig, NodeConfig, TransferConfig
 from baton.protocol.errors import ConfigError, Failure, NodeError, TransferError

@@ -1,53 +1,59 @@
-"""Ways to read bytes from another process's pool: shm and cuda_ipc on one host, nixl beyond it."""
+"""Ways to read bytes from another process's pool, and which of them one rank takes to read another.
 
-from baton.kv_transfer.interfaces import PoolMemory, Transport
-from baton.kv_transfer.pools import DevicePool, HostPool
-from baton.kv_transfer.transports.addresses import CUDA_IPC, NIXL, SHM
-from baton.kv_transfer.transports.cuda_ipc import CudaIpcTransport
-from baton.kv_transfer.transports.nixl import NixlTransport
-from baton.kv_transfer.transports.nixl_binding import is_installed
-from baton.kv_transfer.transports.shm import ShmTransport
-from baton.protocol.config import TransferConfig
-from baton.protocol.errors import ConfigError
+`TRANSPORTS` is the table of them; each one's file says what it needs. A setting can force one.
+Nothing is tried here: if a pair cannot connect, the connector chooses again without the transport
+that failed.
+"""
+
+import os
+from collections.abc import Collection, Sequence
+
+from baton.kv_transfer.interfaces import Transport
+from baton.kv_transfer.pools import DevicePool
+from baton.kv_transfer.transports.addresses import Pool, TransportKind
+from baton.kv_transfer.transports.cuda_ipc import CUDA_IPC
+from baton.kv_transfer.transports.nixl import NIXL
+from baton.kv_transfer.transports.shm import SHM
+from baton.protocol.config import TransferConfig, TransportChoice
+from baton.protocol.errors import ConfigError, TransferError
 from baton.protocol.ids import Epoch
+from baton.protocol.messages import RankAddress
 from baton.runtime.host import num_gpus
 from baton.runtime.log import logger
 
 log = logger("transfer")
 
+# The quickest first. Those that go far come last.
+TRANSPORTS: tuple[TransportKind, ...] = (CUDA_IPC, SHM, NIXL)
 
-def make_transports(
-    pool: HostPool | DevicePool, epoch: Epoch, config: TransferConfig
-) -> list[Transport]:
+
+def make_transports(pool: Pool, epoch: Epoch, config: TransferConfig) -> list[Transport]:
     """Return the transports of one rank. Raises `ConfigError` if `config.transport` cannot work.
 
-    `auto` adds nixl only where a peer may need it, because it takes time to load, registers the
-    whole pool and makes progress for ever: without a network device, it reaches only what the near
-    transport reaches faster, except GPUs of this host that this one does not see. Each transport
-    that does not work is one line of the log. A GPU may have none; then decode nodes compute their
+    `auto` adds one that goes far only where a peer may need it (`_may_go_far`). Each transport that
+    does not work is one line of the log. A GPU may have none; then decode nodes compute their
     prompts.
     """
     is_on_gpu = isinstance(pool, DevicePool)
-    if config.transport == (SHM if is_on_gpu else CUDA_IPC):
-        reason = "shm cannot read a GPU's memory" if is_on_gpu else "cuda_ipc reads GPU memory only"
-        raise ConfigError(f"{reason}; set transfer.transport to auto")
+    is_forced = config.transport != "auto"
+    kinds = [kind for kind in TRANSPORTS if not is_forced or kind.name == config.transport]
     transports: list[Transport] = []
-    if config.transport != NIXL:
+    for index, kind in enumerate(kinds):
+        can_lend = isinstance(pool, kind.lends)
+        if is_forced and not can_lend:
+            memory = "GPUs" if is_on_gpu else "CPUs"
+            text = f"{kind.name} cannot read the memory of {memory}; set transfer.transport to auto"
+            raise ConfigError(text)
+        is_idle = kind.goes_far and not is_forced and not _may_go_far(pool, config, transports)
+        if is_idle or not can_lend or not (is_forced or kind.is_installed()):
+            continue
         try:
-            transports.append(_near(pool, epoch))
+            transports.append(kind.make(pool, epoch, config))
         except ConfigError as error:
-            if config.transport != "auto" or not (is_on_gpu or is_installed()):
+            may_follow = any(later.is_installed() for later in kinds[index + 1 :])
+            if is_forced or not (is_on_gpu or transports or may_follow):
                 raise
-            log.warning("blocks cannot be shared on this host", reason=error.message)
-    is_far = isinstance(pool, DevicePool) and len(pool.peers.visible) < num_gpus()
-    is_useful = config.device or not transports or is_far
-    if config.transport == NIXL or (config.transport == "auto" and is_useful and is_installed()):
-        try:
-            transports.append(NixlTransport(_memory_of(pool), epoch, config.device))
-        except ConfigError as error:
-            if config.transport == NIXL or not (is_on_gpu or transports):
-                raise
-            log.warning("nixl cannot be used, so only this host is reached", reason=error.message)
+            log.warning(f"{kind.name} cannot be used", reason=error.message)
     if not transports:
         log.warning(
             "this GPU can hand no KV blocks over, so decode nodes compute their prompts "
@@ -57,13 +63,59 @@ def make_transports(
     return transports
 
 
-def _near(pool: HostPool | DevicePool, epoch: Epoch) -> Transport:
-    if isinstance(pool, DevicePool):
-        return CudaIpcTransport(pool, epoch)
-    return ShmTransport(pool, epoch)
+def reaches_of(ranks: Sequence[RankAddress], config: TransferConfig) -> tuple[str, ...]:
+    """Return the ways to read the pools of a node, as `NodeInfo` publishes them.
+
+    Two nodes with an equal text can use that transport with each other.
+    """
+    names = set.intersection(*({*rank.metadata} for rank in ranks))
+    kinds = [kind for kind in TRANSPORTS if kind.name in names]
+    try:
+        reaches = {kind.name: kind.reach(config) for kind in kinds}
+    except OSError:  # a sandbox without /proc: the two nodes may try
+        return ()
+    if not reaches:  # a text that no other node has
+        return (f"nothing@{os.urandom(8).hex()}",)
+    return tuple(sorted(f"{name}@{place}" if place else name for name, place in reaches.items()))
 
 
-def _memory_of(pool: HostPool | DevicePool) -> PoolMemory:
-    if isinstance(pool, DevicePool):
-        return pool.memory
-    return PoolMemory(pool.address, pool.shape.num_blocks, pool.shape.block_bytes)
+def choose_transport(
+    source: RankAddress, target: RankAddress, forced: TransportChoice, failed: Collection[str] = ()
+) -> str:
+    """Return the transport by which `target` reads `source`. Raises `TransferError` if none works.
+
+    `failed` are the transports that did not connect this pair.
+    """
+    names = (source.metadata.keys() & target.metadata.keys()) - {*failed}
+    common = [kind for kind in TRANSPORTS if kind.name in names]
+    usable = [
+        kind.name
+        for kind in common
+        if kind.can_read(source.metadata[kind.name], target.metadata[kind.name])
+    ]
+    if forced == "auto" and usable:
+        return usable[0]
+    if forced in usable:
+        return forced
+    reason = (
+        f"prefill offers {_names(source)}, decode can use {_names(target)}, and no transport "
+        "serves both where they run"
+    )
+    reason = next((kind.unreachable for kind in common if kind.name == forced), reason)
+    prefix = "" if forced == "auto" else f"transfer.transport is {forced}, but "
+    raise TransferError(prefix + reason, code="no_transport")
+
+
+def _may_go_far(pool: Pool, config: TransferConfig, near: list[Transport]) -> bool:
+    """Return whether some peer may need a transport that goes far.
+
+    It takes time to load, registers the whole pool and makes progress for ever. Without a network
+    device, it reaches only what a near transport reaches faster, except GPUs of this host that
+    this one does not see.
+    """
+    sees_few = isinstance(pool, DevicePool) and len(pool.peers.visible) < num_gpus()
+    return bool(config.device) or not near or sees_few
+
+
+def _names(rank: RankAddress) -> str:
+    return ", ".join(sorted(rank.metadata)) or "nothing"

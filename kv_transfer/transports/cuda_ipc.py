@@ -14,15 +14,19 @@ from dataclasses import dataclass, field
 from baton.kv_transfer.interfaces import AddPeer, PeerRank, Read
 from baton.kv_transfer.pools import DevicePool, PeerPool, PoolShape, SliceMap, SliceRead
 from baton.kv_transfer.transports.addresses import (
-    CUDA_IPC,
-    CudaIpcAddress,
+    Address,
+    Pool,
     ShmAddress,
+    TransportKind,
+    here,
     process_space,
 )
 from baton.kv_transfer.transports.shm import Mapping, OwnerLinks, make_fence
+from baton.protocol.config import TransferConfig
 from baton.protocol.errors import TransferError
 from baton.protocol.ids import Epoch
 
+NAME = "cuda_ipc"
 CLOSE_POLL_S = 0.0005
 
 
@@ -32,7 +36,7 @@ class CudaIpcTransport:
     Raises `ConfigError` where the memory cannot be shared.
     """
 
-    name = CUDA_IPC
+    name = NAME
     connect_s = 10.0
     min_chunk_bytes = 1 << 30  # one launch, for which the GPU needs a few milliseconds
     progress_s: float | None = None
@@ -59,7 +63,7 @@ class CudaIpcTransport:
 
     def add_peer(self, command: AddPeer) -> None:
         peer = command.peer
-        where = CudaIpcAddress.decode(command.address.metadata[CUDA_IPC])
+        where = CudaIpcAddress.decode(command.address.metadata[NAME])
         where.table.check(peer.epoch)
         if where.block_bytes != command.block_bytes:
             raise TransferError("the address is not that peer's")
@@ -182,3 +186,43 @@ class _Copy:
     owner: _OpenPeer
     has_ended: Callable[[], bool]
     read: SliceRead
+
+
+class CudaIpcAddress(Address, frozen=True):
+    """Where to get a rank's table of generations and its GPU memory.
+
+    The handle opens the memory to any process of this user that sees the GPU, so addresses may only
+    travel between authenticated peers.
+    """
+
+    table: ShmAddress
+    handle: bytes
+    block_bytes: int
+    gpu: str
+    visible: tuple[str, ...]  # the GPUs that the process can read from
+    processes: str  # the namespaces in which CUDA's handles are valid
+
+    def can_be_read_by(self, reader: "CudaIpcAddress") -> bool:
+        """Return whether both are on one host and share handles, and the reader sees the GPU."""
+        is_near = self.table.shares_host(reader.table) and self.processes == reader.processes
+        return is_near and self.gpu in reader.visible
+
+
+def _make(pool: Pool, epoch: Epoch, _: TransferConfig) -> CudaIpcTransport:
+    assert isinstance(pool, DevicePool), "another pool is refused"
+    return CudaIpcTransport(pool, epoch)
+
+
+def _can_read(source: bytes, target: bytes) -> bool:
+    return CudaIpcAddress.decode(source).can_be_read_by(CudaIpcAddress.decode(target))
+
+
+CUDA_IPC = TransportKind(
+    NAME,
+    _make,
+    lends=(DevicePool,),
+    reach=lambda _: f"{here()}/{process_space()}",
+    can_read=_can_read,
+    unreachable="decode does not see prefill's GPU: it is on another host, hidden by "
+    "CUDA_VISIBLE_DEVICES, or in a container with its own ipc or pid namespace",
+)

@@ -9,37 +9,47 @@ broke, counts as quiesced. A read of a frozen peer never ends; the agent keeps t
 """
 
 import contextlib
+import hashlib
 import secrets
 import time
 from dataclasses import dataclass
+from typing import Annotated, Self
 
+import msgspec
 import numpy as np
 
 from baton.kv_transfer.interfaces import AddPeer, BlockSlice, PeerRank, PoolMemory, Read
-from baton.kv_transfer.pools import PoolShape, SliceMap
-from baton.kv_transfer.transports.addresses import NIXL, NixlAddress
+from baton.kv_transfer.pools import DevicePool, HostPool, PoolShape, SliceMap
+from baton.kv_transfer.transports.addresses import Address, Pool, TransportKind, here
 from baton.kv_transfer.transports.nixl_binding import (
     WARM_UP_BYTES,
     Releasable,
     block_rows,
+    is_installed,
     make_agent,
     one_row,
     segment,
     warm_up_bytes,
 )
+from baton.protocol.config import TransferConfig
 from baton.protocol.errors import ConfigError, TransferError
-from baton.protocol.ids import Epoch
+from baton.protocol.ids import BlockCount, Epoch, NumBytes
 from baton.runtime.clock import monotonic
 
+NAME = "nixl"
+DIGEST_BYTES = 16
+MAX_ADDRESS_BYTES = 1 << 20
 MAX_PARKED = 8
 WARM_UP_S = 600.0  # after this time, a warm-up that has not ended is given up with its connection
 PROGRESS_S = 0.001  # a peer's read ends only while the UCX of the pool's owner makes progress
 WITHOUT_CUDA = (
     "; its UCX cannot use this GPU: install the wheel for this driver's CUDA (nixl-cu13 or "
-    "nixl-cu12), or set transfer.transport to cuda_ipc, which serves the GPUs of one host"
+    "nixl-cu12), or leave transfer.transport at auto, which serves the GPUs of one host without it"
 )
 CLOSE_WAIT_S = 1.0
 CLOSE_POLL_S = 0.001
+
+PoolAddress = Annotated[int, msgspec.Meta(ge=0, lt=(1 << 63) - 1)]
 
 
 class NixlTransport:
@@ -51,7 +61,7 @@ class NixlTransport:
     (NIXL's issue 2102). Raises `ConfigError` if NIXL is missing or cannot start.
     """
 
-    name = NIXL
+    name = NAME
     connect_s = 60.0  # a cold RDMA pair may take most of it
     min_chunk_bytes = 0
 
@@ -128,7 +138,7 @@ class NixlTransport:
     def add_peer(self, command: AddPeer) -> None:
         peer = command.peer
         part = command.part
-        where = NixlAddress.decode(command.address.metadata[NIXL])
+        where = NixlAddress.decode(command.address.metadata[NAME])
         announced = (peer.epoch, command.num_blocks, command.block_bytes)
         if (where.epoch, where.num_blocks, where.block_bytes) != announced:
             raise TransferError("the address is not that peer's")
@@ -146,7 +156,7 @@ class NixlTransport:
         except self._errors.all as error:
             raise TransferError(f"nixl refuses the peer: {error}") from error
 
-    def _prepare(self, where: NixlAddress, shapes: SliceMap) -> "_PreparedPeer":
+    def _prepare(self, where: "NixlAddress", shapes: SliceMap) -> "_PreparedPeer":
         """Load the metadata, prepare the slices of the pool, and post the read that connects."""
         part = shapes.part
         parked = self._parked.pop(where.agent, None)
@@ -335,7 +345,7 @@ class NixlTransport:
 
 @dataclass(slots=True, eq=False)
 class _PreparedPeer:
-    where: NixlAddress
+    where: "NixlAddress"
     shapes: SliceMap
     slices: Releasable  # of all of its blocks
     target: Releasable  # the same slices of ours; the transport's own
@@ -360,3 +370,55 @@ class _Flight:
 
     def release(self) -> None:
         self.handle.release()
+
+
+class NixlAddress(Address, frozen=True):
+    """An agent's metadata and where its pool lies.
+
+    NIXL's own parser can crash on damaged metadata, so the encoded form has a digest that is
+    checked before NIXL parses anything. The digest protects against damage, not against forgery:
+    addresses may only be accepted from authenticated peers.
+    """
+
+    epoch: Epoch
+    agent: str  # unique per agent, not only per process
+    device: str  # "cpu" or "cuda:0"
+    pool_address: PoolAddress
+    num_blocks: BlockCount
+    block_bytes: NumBytes
+    metadata: bytes
+
+    def encode(self) -> bytes:
+        body = super().encode()
+        return _digest(body) + body
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        digest = data[:DIGEST_BYTES]
+        body = data[DIGEST_BYTES:]
+        if len(data) > MAX_ADDRESS_BYTES or _digest(body) != digest:
+            raise TransferError("not a nixl address, or a damaged one")
+        return super().decode(body)
+
+
+def _digest(body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=DIGEST_BYTES).digest()
+
+
+def _make(pool: Pool, epoch: Epoch, config: TransferConfig) -> NixlTransport:
+    if isinstance(pool, DevicePool):
+        memory = pool.memory
+    else:
+        memory = PoolMemory(pool.address, pool.shape.num_blocks, pool.shape.block_bytes)
+    return NixlTransport(memory, epoch, config.device)
+
+
+NIXL = TransportKind(
+    NAME,
+    _make,
+    lends=(HostPool, DevicePool),
+    reach=lambda config: "" if config.device else here(),
+    can_read=lambda _source, _target: True,
+    goes_far=True,
+    is_installed=is_installed,
+)

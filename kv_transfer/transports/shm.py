@@ -28,9 +28,12 @@ from numpy.typing import NDArray
 
 from baton.kv_transfer.interfaces import AddPeer, BlockSlice, PeerRank, Read
 from baton.kv_transfer.pools import NONCE_BYTES, HostPool, PoolShape, SliceMap
-from baton.kv_transfer.transports.addresses import SHM, ShmAddress
+from baton.kv_transfer.transports.addresses import Pool, ShmAddress, TransportKind, here
+from baton.protocol.config import TransferConfig
 from baton.protocol.errors import ConfigError, TransferError
 from baton.protocol.ids import Epoch
+
+NAME = "shm"
 
 
 class ShmTransport:
@@ -39,7 +42,7 @@ class ShmTransport:
     Raises `ConfigError` if the order of reads cannot be enforced (`fence`).
     """
 
-    name = SHM
+    name = NAME
     connect_s = 10.0
     min_chunk_bytes = 0
     progress_s: float | None = None
@@ -57,7 +60,7 @@ class ShmTransport:
         return ShmAddress.here(self._links.name, self._pool.nonce, self._epoch).encode()
 
     def add_peer(self, command: AddPeer) -> None:
-        where = ShmAddress.decode(command.address.metadata[SHM])
+        where = ShmAddress.decode(command.address.metadata[NAME])
         where.check(command.peer.epoch)
         theirs = PoolShape(command.num_blocks, command.block_bytes)
         slices = SliceMap(theirs, self._pool.shape, command.part)
@@ -453,3 +456,22 @@ def membarrier_fence() -> Fence:
             raise TransferError(f"membarrier failed: {reason}")
 
     return fence
+
+
+def _make(pool: Pool, epoch: Epoch, _: TransferConfig) -> ShmTransport:
+    assert isinstance(pool, HostPool), "another pool is refused"
+    return ShmTransport(pool, epoch)
+
+
+def _can_read(source: bytes, target: bytes) -> bool:
+    return ShmAddress.decode(source).shares_host(ShmAddress.decode(target))
+
+
+SHM = TransportKind(
+    NAME,
+    _make,
+    lends=(HostPool,),
+    reach=lambda _: here(),
+    can_read=_can_read,
+    unreachable="the two ranks are on different hosts",
+)

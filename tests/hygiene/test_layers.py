@@ -120,7 +120,7 @@ UNSAFE_MODULES = {"pickle", "dill", "cloudpickle", "shelve", "marshal"}
 # The rooms above see the transfer through its interfaces. These files put the parts together.
 WIRING = {
     "node/loop.py": {"connector"},
-    "node/node.py": {"connector", "stores", "transports.addresses"},
+    "node/node.py": {"connector", "stores", "transports"},
     "model/runner/rank.py": {"agent", "pools", "tiers"},
     "model/runner/kv_cache.py": {"pools"},
     "model/runner/peer_memory.py": {"pools"},

@@ -31,7 +31,8 @@ from baton.kv_transfer.interfaces import (
 )
 from baton.kv_transfer.pools import DevicePool, HostPool
 from baton.kv_transfer.transports import make_transports
-from baton.kv_transfer.transports.addresses import CudaIpcAddress, ShmAddress
+from baton.kv_transfer.transports.addresses import ShmAddress
+from baton.kv_transfer.transports.cuda_ipc import CudaIpcAddress
 from baton.kv_transfer.transports.nixl import NixlTransport
 from baton.protocol.config import TransferConfig, TransportChoice
 from baton.protocol.ids import Epoch

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from itertools import product
+from typing import cast
 
 import msgspec
 import torch
 from torch import Tensor
 
 from baton.kv_transfer.pools import DevicePool, HostPool
-from baton.kv_transfer.transports.nixl_binding import is_installed
+from baton.kv_transfer.transports import TRANSPORTS
 from baton.protocol.config import TransportChoice
 from tools.block_owner import BlockReader, Owned, block_owner, device_pool, marks, words_of
 from tools.gpu.cases import KV_READS, KvRead
@@ -25,12 +26,15 @@ from tools.gpu.rows import Check, Measured
 from tools.gpu.section import Desk
 from tools.gpu.timing import timing_of
 
+KINDS = {cast("TransportChoice", kind.name): kind for kind in TRANSPORTS}
+BETWEEN_GPUS = tuple(name for name, kind in KINDS.items() if DevicePool in kind.lends)
+
 
 class TransferPlan(msgspec.Struct, frozen=True):
     device: str = "cuda"
     block_bytes: int = 9 << 18  # of Qwen3-8B, 16 tokens: 2.25 MiB
     reads: tuple[KvRead, ...] = KV_READS
-    transports: tuple[TransportChoice, ...] = ("cuda_ipc", "nixl")
+    transports: tuple[TransportChoice, ...] = BETWEEN_GPUS
     rounds: int = 20
 
 
@@ -39,8 +43,8 @@ def run(desk: Desk, plan: TransferPlan | None = None) -> None:
     plan = plan or TransferPlan()
     for ends, transport in product(pairs(plan.device), plan.transports):
         key = f"lane {lane_of(transport, ends)}"
-        if transport == "nixl" and not is_installed():
-            desk.emit(Check(key, None, "no NIXL wheel is installed"))
+        if not KINDS[transport].is_installed():
+            desk.emit(Check(key, None, f"{transport} is not installed"))
             continue
         desk.check(key, partial(_measure, desk, plan, transport, ends), 20.0)
 

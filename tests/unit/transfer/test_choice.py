@@ -1,21 +1,22 @@
 """How one rank reads another, and what of it a process can have."""
 
 from contextlib import closing
+from dataclasses import replace
 
 import msgspec
 import pytest
 
 from baton.kv_transfer import transports
 from baton.kv_transfer.pools import HostPool
-from baton.kv_transfer.transports import make_transports, nixl_binding
-from baton.kv_transfer.transports.addresses import (
-    CudaIpcAddress,
-    ShmAddress,
+from baton.kv_transfer.transports import (
     choose_transport,
-    process_space,
+    make_transports,
+    nixl_binding,
     reaches_of,
-    this_place,
 )
+from baton.kv_transfer.transports.addresses import ShmAddress, process_space, this_place
+from baton.kv_transfer.transports.cuda_ipc import CUDA_IPC, CudaIpcAddress
+from baton.kv_transfer.transports.nixl import NIXL as NIXL_KIND
 from baton.protocol.config import TransferConfig
 from baton.protocol.errors import ConfigError, TransferError
 from baton.protocol.ids import Epoch
@@ -142,7 +143,8 @@ def test_a_gpu_lends_its_memory_and_publishes_where_that_can_be_opened():
 
 
 def test_a_gpu_whose_memory_cannot_be_shared_says_so_in_one_line(monkeypatch, caplog):
-    monkeypatch.setattr(transports, "is_installed", lambda: False)
+    absent = replace(NIXL_KIND, is_installed=lambda: False)
+    monkeypatch.setattr(transports, "TRANSPORTS", (CUDA_IPC, absent))
     with (
         closing(HostPool(3, 4096)) as memory,
         closing(device_pool(memory, lacking="no handles here")) as pool,
@@ -174,8 +176,8 @@ def test_nixl_starts_beside_cuda_ipc_only_where_a_peer_may_need_it(
 
         def close(self) -> None: ...
 
-    monkeypatch.setattr(transports, "NixlTransport", Nixl)
-    monkeypatch.setattr(transports, "is_installed", lambda: True)
+    present = replace(NIXL_KIND, make=Nixl, is_installed=lambda: True)
+    monkeypatch.setattr(transports, "TRANSPORTS", (CUDA_IPC, present))
     monkeypatch.setattr(transports, "num_gpus", lambda: num_gpus)
     with closing(HostPool(4, 4096)) as memory, closing(device_pool(memory, num_spare=1)) as pool:
         made = make_transports(pool, EPOCH, TransferConfig(device=device))

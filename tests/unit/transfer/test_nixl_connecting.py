@@ -8,8 +8,7 @@ from numpy.typing import NDArray
 
 from baton.kv_transfer.interfaces import AddPeer, BlockSlice, PeerRank, PoolMemory, Read
 from baton.kv_transfer.transports import nixl
-from baton.kv_transfer.transports.addresses import NixlAddress
-from baton.kv_transfer.transports.nixl import NixlTransport
+from baton.kv_transfer.transports.nixl import NixlAddress, NixlTransport
 from baton.protocol.errors import TransferError
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import RankAddress
