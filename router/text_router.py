@@ -121,15 +121,21 @@ class TextRouter:
         detokenizers = [
             self._text.detokenizer(token_ids, params, i, parsing) for i in range(params.n)
         ]
-        spell = partial(self._text.spell, params.skip_special_tokens)
-        name = request_id or self.core.new_id()
-        stream = RequestStream(name, token_ids, params, detokenizers, spell, received)
+        internal_id = self.core.new_id()
+        stream = RequestStream(
+            request_id or internal_id,
+            token_ids,
+            params,
+            detokenizers,
+            partial(self.core.give_up, internal_id),
+            received,
+        )
         check_num_logprobs(stream.num_prompt_logprobs)
         max_tokens, stream.metrics.max_tokens_clamped = fit(
             len(token_ids), params, self.core.limits()
         )
         sampling = sampling_of(params, max_tokens, caller.scope, grammar, bad_words)
-        self.core.submit(stream, sampling, keys, caller.tenant)
+        self.core.submit(internal_id, stream, sampling, keys, caller.tenant)
         return stream
 
     async def pool(
@@ -149,9 +155,11 @@ class TextRouter:
         # Of other kinds, all rows are computed, whatever is cached.
         is_cached = self._is_cache_aware and pooling in ("last", "classify")
         keys = await self._keys_of(token_ids, caller.scope.root) if is_cached else ()
-        stream = RequestStream(request_id or self.core.new_id(), token_ids, _POOLED, ())
+        internal_id = self.core.new_id()
+        on_close = partial(self.core.give_up, internal_id)
+        stream = RequestStream(request_id or internal_id, token_ids, _POOLED, (), on_close)
         sampling = msgspec.structs.replace(sampling_of(_POOLED, 1, caller.scope), pooling=pooling)
-        self.core.submit(stream, sampling, keys, caller.tenant)
+        self.core.submit(internal_id, stream, sampling, keys, caller.tenant)
         return stream
 
     @property

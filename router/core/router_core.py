@@ -10,7 +10,6 @@ import math
 import secrets
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from itertools import count
 from typing import assert_never
 
@@ -122,8 +121,8 @@ class RouterCore:
         # A request is here from its first event until no node has to confirm anything.
         self._requests: dict[RequestId, Lifecycle] = {}
         self._streams: dict[RequestId, RequestStream] = {}  # the same
+        # Events that were caused while another one is handled, or by callers.
         self._events: deque[tuple[Lifecycle, RequestEvent, NodeId]] = deque()
-        self._is_feeding = False
         self._round: deque[RequestId] = deque()  # requests that this round has yet to look at
         self._next_round_s = 0.0
         self._numbers = count(1)
@@ -147,6 +146,7 @@ class RouterCore:
 
     def submit(
         self,
+        request_id: RequestId,
         stream: RequestStream,
         sampling: Sampling,
         block_keys: tuple[BlockKey, ...] = (),
@@ -154,7 +154,7 @@ class RouterCore:
     ) -> None:
         """Accept a request. Raises `RequestError` or `Overloaded`, without any other effect.
 
-        `block_keys` are those of the prompt.
+        `request_id` comes from `new_id`. `block_keys` are those of the prompt.
         """
         prompt = stream.prompt_token_ids
         is_pooled = sampling.pooling is not None
@@ -164,7 +164,7 @@ class RouterCore:
             self._clock(), len(prompt), tenant, could_serve=could_serve
         )
         request = Request(
-            RequestId(self.new_id()),
+            request_id,
             prompt,
             sampling,
             stream.params.n,
@@ -175,9 +175,9 @@ class RouterCore:
         self._refuse(pushed_out)
         self._begin(request, stream)
 
-    def new_id(self) -> str:
+    def new_id(self) -> RequestId:
         """Return a name for a request that no other one of any router has."""
-        return f"{self.epoch}-{next(self._numbers):x}"
+        return RequestId(f"{self.epoch}-{next(self._numbers):x}")
 
     def _check_task(self, pooling: Pooling | None) -> None:
         """Raise `RequestError` for what the model cannot make, or `Overloaded`."""
@@ -192,12 +192,17 @@ class RouterCore:
             text = "no decode node has joined this cluster, so no tokens can be generated"
             raise Overloaded(text, code="no_nodes", retry_after_s=1.0)
 
-    def cancel(self, request_id: RequestId, reason: str = "client") -> None:
-        """End a request with `Cancelled`, unless it is unknown or has ended."""
+    def give_up(self, request_id: RequestId) -> None:
+        """Let a request end soon, unless it is unknown or has ended. A sink may call this."""
         lifecycle = self._requests.get(request_id)
         if lifecycle is not None:
+            self._events.append((lifecycle, CallerGone(), NO_NODE))
+            asyncio.get_running_loop().call_soon(self._handle_posted)
+
+    def _handle_posted(self) -> None:
+        if self._events:
             self._now_s = self._clock()
-            self._feed(lifecycle, CallerGone(reason))
+            self._handle_events()
             self._select_waiting()
 
     def limits(self) -> Limits:
@@ -347,22 +352,17 @@ class RouterCore:
         lifecycle = Lifecycle(request, stream.metrics)
         self._requests[request.request_id] = lifecycle
         self._streams[request.request_id] = stream
-        stream.on_close(partial(self.cancel, request.request_id))
         self._feed(lifecycle, Begun())
         self._select_waiting()
 
     def _feed(self, lifecycle: Lifecycle, event: RequestEvent, node: NodeId = NO_NODE) -> None:
         """Handle an event, then the events that it causes, such as a caller's leaving."""
-        if self._is_feeding:
-            self._events.append((lifecycle, event, node))
-            return
-        self._is_feeding = True
-        try:
-            self._step(lifecycle, event, node)
-            while self._events:
-                self._step(*self._events.popleft())
-        finally:
-            self._is_feeding = False
+        self._step(lifecycle, event, node)
+        self._handle_events()
+
+    def _handle_events(self) -> None:
+        while self._events:
+            self._step(*self._events.popleft())
 
     def _step(self, lifecycle: Lifecycle, event: RequestEvent, node: NodeId) -> None:
         request_id = lifecycle.request.request_id
@@ -392,11 +392,11 @@ class RouterCore:
         match command:
             case Deliver(choice=choice, token_ids=token_ids, finish_reason=reason):
                 if stream.push(choice, token_ids, reason, command.logprobs):
-                    self._feed(lifecycle, ChoiceStopped(choice))
+                    self._events.append((lifecycle, ChoiceStopped(choice), NO_NODE))
             case DeliverPrompt(rows=rows):
-                stream.prompt_rows = rows
+                stream.push_prompt(rows)
             case DeliverPooled(numbers=numbers):
-                stream.pooled = numbers
+                stream.push_pooled(numbers)
             case Send(node=node, message=message):
                 self._send(node, message)
             case SelectNodes():
@@ -425,8 +425,6 @@ class RouterCore:
     # --- placing and time -----------------------------------------------------------------------
 
     def _select_waiting(self) -> None:
-        if self._is_feeding:
-            return  # a request that is about to end may be queued; attempts get nodes afterwards
         for selected in self._queue.take(self._now_s):
             self._queue.selected(selected.key)
             for node, load in selected.loads:

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from copy import copy
 from itertools import islice
 
-from baton.protocol.errors import BatonError, RequestError
+from baton.protocol.errors import BatonError, Cancelled, RequestError
 from baton.protocol.messages import FinishReason, TokenLogprobs
 from baton.protocol.sampling import SamplingParams
 from baton.router.core.received import PassingOver, ReceivedPart, changed
@@ -25,13 +25,8 @@ from baton.router.outputs import (
     Spell,
 )
 from baton.router.text.detokenizer import Detokenizer
-from baton.runtime.metrics import Histogram
 
 Sink = Callable[[CompletionOutput], None]
-
-
-def _spelled_as_id(token_id: int) -> tuple[str, bytes]:
-    return str(token_id), b""
 
 
 class RequestStream:
@@ -55,17 +50,14 @@ class RequestStream:
         "_packed_prompt",
         "_passing_over",
         "_prompt_logprobs",
+        "_prompt_rows",
         "_prompt_token_ids",
-        "_pushed_s",
         "_sink",
-        "_spell",
         "finished",
         "metrics",
         "params",
         "pooled",
-        "prompt_rows",
         "request_id",
-        "token_gaps",
     )
 
     def __init__(
@@ -74,10 +66,13 @@ class RequestStream:
         prompt_token_ids: list[int],
         params: SamplingParams,
         detokenizers: Sequence[Detokenizer],
-        spell: Spell = _spelled_as_id,
+        on_close: Callable[[], None] = lambda: None,
         received: Sequence[ReceivedPart] = (),
     ) -> None:
-        """`spell` is for log probabilities, and `received` is what the caller has already."""
+        """`received` is what the caller has already.
+
+        `on_close` is called once if the request is given up before its end.
+        """
         self.request_id = request_id
         # The responses to 500 long prompts may end at once, and to free two million integers would
         # hold the event loop for a tenth of a second.
@@ -87,21 +82,18 @@ class RequestStream:
         self.metrics = RequestMetrics(
             arrival_time=time.time(), num_prompt_tokens=len(prompt_token_ids)
         )
-        self.token_gaps: Histogram | None = None  # gets the seconds between deltas of a choice
         self.finished = False  # by tokens, by an error or by a cancel
         self._detokenizers = detokenizers
-        self._spell = spell
         self._prompt_logprobs: PromptScores | None = None
-        self.prompt_rows = b""  # of `PromptLogprobs`, before the first delta
+        self._prompt_rows = b""  # of `PromptLogprobs`, before the first delta
         self.pooled = b""  # of `Pooled`, at the end, if no tokens are wanted
-        self._pushed_s = [0.0] * len(detokenizers)
         self._passing_over = {
             choice: PassingOver(part)
             for choice, part in enumerate(received)
             if part.num_tokens or part.has_ended
         }
         self._arrival_s = time.monotonic()
-        self._on_close: Callable[[], None] | None = None
+        self._on_close = on_close
         self._early: list[CompletionOutput] = []
         self._sink: Sink = self._early.append
         self._has_changed = False
@@ -200,12 +192,12 @@ class RequestStream:
         num_top = self.params.prompt_logprobs
         if num_top is None or not self.metrics.num_output_tokens:
             return None
-        pairs = struct.iter_unpack("<if", self.prompt_rows)
+        pairs = struct.iter_unpack("<if", self._prompt_rows)
         found: PromptScores = [None]
         for token_id in self._packed_prompt[1:]:
             rank, logprob = next(pairs)
             one = TokenLogprobs(logprob, rank, tuple(islice(pairs, num_top)))
-            found.append(self._shown(token_id, one))
+            found.append(_shown(token_id, one, self._detokenizers[0].spell))
         return found
 
     def output(self, outputs: list[CompletionOutput], prompt: str | None = None) -> RequestOutput:
@@ -226,14 +218,18 @@ class RequestStream:
     def close(self) -> None:
         """Give up the request if it is not finished. It may be called at any time, and again."""
         self._sink = _dropped  # the sink may hold the whole response, which holds this stream
-        if not self.finished and self._on_close is not None:
-            self._on_close()
+        if not self.finished:
+            self._fail(Cancelled("the request was cancelled (client)"))
 
     # --- the router's side ------------------------------------------------------------------
 
-    def on_close(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when the caller gives up."""
-        self._on_close = callback
+    def push_prompt(self, rows: bytes) -> None:
+        """Pass on the log probabilities of the prompt, as `PromptLogprobs` has them."""
+        self._prompt_rows = rows
+
+    def push_pooled(self, numbers: bytes) -> None:
+        """Pass on what was made of a prompt of which no tokens are wanted."""
+        self.pooled = numbers
 
     def push(
         self,
@@ -257,14 +253,11 @@ class RequestStream:
             return False
         if logprobs:  # a stop string may have dropped the last tokens
             pairs = zip(delta.token_ids, logprobs, strict=False)
-            delta.logprobs = [self._shown(token_id, one) for token_id, one in pairs]
+            spell = self._detokenizers[choice].spell
+            delta.logprobs = [_shown(token_id, one, spell) for token_id, one in pairs]
         metrics = self.metrics
-        now_s = time.monotonic()
         if metrics.time_to_first_token_s is None:
-            metrics.time_to_first_token_s = now_s - self._arrival_s
-        if self.token_gaps is not None and (last_s := self._pushed_s[choice]):
-            self.token_gaps.observe(now_s - last_s)
-        self._pushed_s[choice] = now_s
+            metrics.time_to_first_token_s = time.monotonic() - self._arrival_s
         metrics.num_output_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
             metrics.finish_reasons.append(delta.finish_reason)
@@ -304,19 +297,10 @@ class RequestStream:
     def tokens_per_choice(self) -> float:
         return self.metrics.num_output_tokens / self.params.n
 
-    def _shown(self, token_id: int, one: TokenLogprobs) -> dict[int, Logprob]:
-        """Return the log probabilities of a token and of the likeliest, in that order."""
-        shown = {token_id: Logprob(one.logprob, one.rank, *self._spell(token_id))}
-        for rank, (other, logprob) in enumerate(one.top, 1):
-            shown.setdefault(other, Logprob(logprob, rank, *self._spell(other)))
-        return shown
-
     def _fail(self, error: BatonError) -> None:
         """End this request with an error that is found here, and let the router give it up."""
-        on_close = self._on_close
         self.finish(error)
-        if on_close is not None:
-            on_close()
+        self._on_close()
 
     def finish(self, error: BatonError | None = None) -> None:
         """End this request. Only the first call counts."""
@@ -324,7 +308,6 @@ class RequestStream:
             return
         self.finished = True
         self._error = error
-        self._on_close = None
         self.metrics.e2e_s = time.monotonic() - self._arrival_s
         self.metrics.num_reasoning_tokens = sum(
             one.num_reasoning_tokens for one in self._detokenizers
@@ -334,6 +317,14 @@ class RequestStream:
         if (callback := self._at_end) is not None:
             self._at_end = None
             asyncio.get_running_loop().call_soon(callback, self)
+
+
+def _shown(token_id: int, one: TokenLogprobs, spell: Spell) -> dict[int, Logprob]:
+    """Return the log probabilities of a token and of the likeliest, in that order."""
+    shown = {token_id: Logprob(one.logprob, one.rank, *spell(token_id))}
+    for rank, (other, logprob) in enumerate(one.top, 1):
+        shown.setdefault(other, Logprob(logprob, rank, *spell(other)))
+    return shown
 
 
 def _dropped(delta: CompletionOutput) -> None:

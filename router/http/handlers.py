@@ -191,7 +191,6 @@ class Handlers:
                     stream = await self._engine.submit(
                         ids, parsed.params, name, parsed.parsing, caller, received
                     )
-                    stream.token_gaps = self._metrics.token_gaps
                     running.streams.append(stream)
                     times = 1 if parsed.is_chat else parsed.params.n
                     num_logprobs += stream.num_prompt_logprobs * times
@@ -316,9 +315,10 @@ class Handlers:
 
     def _sink(self, encoder: Encoder, offset: int) -> Sink:
         """Return the sink of a stream whose choices come behind `offset` others."""
+        came_s: dict[int, float] = {}
 
         def take(delta: CompletionOutput) -> None:
-            self._metrics.num_output_tokens += len(delta.token_ids)
+            self._metrics.delivered(delta, came_s)
             delta.index += offset
             encoder.take(delta)
 

@@ -10,6 +10,7 @@ tokens per token.
 import codecs
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 from tokenizers import Tokenizer
@@ -36,6 +37,10 @@ class Detokenizer:
         self._stops = StopStrings(stops) if stops else None
         self._num_tokens = 0
         self._is_stopped = False
+
+    def spell(self, token_id: int) -> tuple[str, bytes]:
+        """Return the text of a token, and the bytes that it adds to a response."""
+        return self._stream.spell(token_id)
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -169,14 +174,16 @@ class TokenTable(msgspec.Struct, frozen=True):
     visible_texts: list[str | bytes]
     strip_first: int = 0
 
-    def token_text(self, token_id: int) -> str:
-        text = self.texts[token_id] if token_id < len(self.texts) else ""
-        return text.decode(errors="replace") if isinstance(text, bytes) else text
-
-    def token_bytes(self, token_id: int, skip_special: bool) -> bytes:
-        texts = self.visible_texts if skip_special else self.texts
-        text = texts[token_id] if token_id < len(texts) else b""
-        return text if isinstance(text, bytes) else text.encode()
+    def spell(self, skip_special: bool, token_id: int) -> tuple[str, bytes]:
+        """Return the text of a token, and the bytes that it adds to a response."""
+        if token_id >= len(self.texts):
+            return "", b""
+        text = self.texts[token_id]
+        visible = self.visible_texts[token_id] if skip_special else text
+        return (
+            text.decode(errors="replace") if isinstance(text, bytes) else text,
+            visible if isinstance(visible, bytes) else visible.encode(),
+        )
 
     def stream(self, prompt_token_ids: Sequence[int], skip_special: bool) -> "TableStream":
         return TableStream(self, prompt_token_ids, skip_special)
@@ -185,11 +192,12 @@ class TokenTable(msgspec.Struct, frozen=True):
 class TableStream:
     """The fast way, which looks up each token in a list."""
 
-    __slots__ = ("_borrowed", "_pending", "_plain", "_strip", "_texts")
+    __slots__ = ("_borrowed", "_pending", "_plain", "_strip", "_texts", "spell")
 
     def __init__(
         self, table: TokenTable, prompt_token_ids: Sequence[int], skip_special: bool
     ) -> None:
+        self.spell = partial(table.spell, skip_special)
         self._texts = table.visible_texts if skip_special else table.texts
         self._strip = table.strip_first
         self._pending = self._open_character(prompt_token_ids)
@@ -245,28 +253,29 @@ class WindowDecoding(msgspec.Struct, frozen=True):
 
     tokenizer: Tokenizer
 
-    def token_text(self, token_id: int) -> str:
-        return self.tokenizer.decode([token_id], skip_special_tokens=False)
-
-    def token_bytes(self, token_id: int, skip_special: bool) -> bytes:
-        text = self.tokenizer.decode([token_id], skip_special_tokens=skip_special)
-        if text == REPLACEMENT:
-            return _byte_fallback(self.tokenizer.id_to_token(token_id) or "") or text.encode()
-        return text.encode()
+    def spell(self, skip_special: bool, token_id: int) -> tuple[str, bytes]:
+        """Return the text of a token, and the bytes that it adds to a response."""
+        text = self.tokenizer.decode([token_id], skip_special_tokens=False)
+        visible = self.tokenizer.decode([token_id], skip_special_tokens=skip_special)
+        if visible == REPLACEMENT:
+            byte = _byte_fallback(self.tokenizer.id_to_token(token_id) or "")
+            return text, byte or visible.encode()
+        return text, visible.encode()
 
     def stream(self, prompt_token_ids: Sequence[int], skip_special: bool) -> "WindowStream":
-        return WindowStream(self.tokenizer, prompt_token_ids, skip_special)
+        return WindowStream(self, prompt_token_ids, skip_special)
 
 
 class WindowStream:
     """Decodes a window of tokens with and without the new ones. The difference is new text."""
 
-    __slots__ = ("_num_shown", "_shown", "_skip_special", "_tokenizer", "_window")
+    __slots__ = ("_num_shown", "_shown", "_skip_special", "_tokenizer", "_window", "spell")
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special: bool
+        self, decoding: WindowDecoding, prompt_token_ids: Sequence[int], skip_special: bool
     ) -> None:
-        self._tokenizer = tokenizer
+        self.spell = partial(decoding.spell, skip_special)
+        self._tokenizer = decoding.tokenizer
         self._skip_special = skip_special
         self._window = list(prompt_token_ids[-_TOKENS_OF_CONTEXT:])
         self._num_shown = len(self._window)

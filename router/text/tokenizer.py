@@ -164,8 +164,7 @@ class Text:
         The text has U+FFFD for bytes that are no whole character. A special token adds none if it
         is left out.
         """
-        decoding = self._decoding
-        return decoding.token_text(token_id), decoding.token_bytes(token_id, skip_special_tokens)
+        return self._decoding.spell(skip_special_tokens, token_id)
 
     def spellings(self, token_ids: Sequence[int]) -> list[str]:
         """Return the vocabulary's entry of each token."""

@@ -8,12 +8,13 @@ import asyncio
 import io
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import aiohttp
 import msgspec
 
 from baton.protocol.config import ClusterConfig
-from baton.protocol.errors import BatonError, Cancelled, NodeError, Overloaded
+from baton.protocol.errors import BatonError, NodeError, Overloaded
 from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.messages import FinishReason
 from baton.protocol.sampling import SamplingParams
@@ -136,8 +137,8 @@ class ScriptedEngine:
         numbers = range(params.n)
         detokenizers = [self._text.detokenizer(ids, params, i, parsing) for i in numbers]
         name = request_id or "request"
-        stream = RequestStream(name, ids, params, detokenizers, received=received)
-        stream.on_close(lambda: self._close(stream))
+        on_close = partial(self._closed, name)
+        stream = RequestStream(name, ids, params, detokenizers, on_close, received=received)
         self.streams.append(stream)
         self._changed.set()
         if self.script is not None:
@@ -178,9 +179,8 @@ class ScriptedEngine:
     def close(self) -> None:
         self._text.close()
 
-    def _close(self, stream: RequestStream) -> None:
-        self.closed.append(stream.request_id)
-        stream.finish(Cancelled("the request was cancelled (client)"))
+    def _closed(self, name: str) -> None:
+        self.closed.append(name)
         self._changed.set()
 
     async def _until(self, holds: Callable[[], bool]) -> None:

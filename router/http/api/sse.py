@@ -49,6 +49,7 @@ class EventStream:
     """Call `open`, then `relay` or `sink` and `finish`, and `close` however it ended."""
 
     __slots__ = (
+        "_came_s",
         "_connection",
         "_encoder",
         "_has_ids",
@@ -83,6 +84,7 @@ class EventStream:
         self._silence_s = silence_s
         self._unwritten: list[bytes] = []
         self._num_bytes = 0  # of `_unwritten`
+        self._came_s: dict[int, float] = {}  # when the last delta of each choice came
         self._held: Merged | None = None  # deltas for a client that reads too slowly
         self._num_left = 0  # streams that have not ended
         self._is_over = False
@@ -161,8 +163,8 @@ class EventStream:
     def _take(self, offset: int, delta: CompletionOutput) -> None:
         if self._is_over:  # another prompt of the request has failed
             return
-        self._metrics.num_output_tokens += len(delta.token_ids)
         delta.index += offset
+        self._metrics.delivered(delta, self._came_s)
         if self._held is None and self._num_bytes < FULL_BYTES:
             self._send(delta)
         else:

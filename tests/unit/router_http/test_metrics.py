@@ -8,7 +8,7 @@ from baton.protocol.messages import Load, Totals
 from baton.router.core.health import Health, ServedModel
 from baton.router.core.pair_health import PairTransfers
 from baton.router.http.metrics import MAX_CODES, ROUTER_FAMILIES, HttpMetrics, StatsLine
-from baton.router.outputs import RequestMetrics
+from baton.router.outputs import CompletionOutput, RequestMetrics
 from baton.runtime.metrics import NODE_FAMILIES, LostNode, NodeHealth
 
 MODEL = ServedModel("tiny", "/tiny", "m", "l", 256, 400, 16, dtype="bfloat16")
@@ -68,6 +68,15 @@ def test_counters_of_losses_and_refusals_exist_before_the_first_one():
     assert value(metrics, health, "baton_resumes_total", reason="node_lost") == 0
     assert value(metrics, health, "baton_retries_total", reason="transfer_timeout") == 0
     assert value(metrics, health, "baton_refusals_total", status="429", code="queue_full") == 0
+
+
+def test_the_gaps_between_the_deltas_of_a_choice_are_observed():
+    metrics = HttpMetrics("tiny")
+    came_s: dict[int, float] = {}
+    for choice in (0, 1, 0, 0):
+        metrics.delivered(CompletionOutput(choice, "a", [5, 6]), came_s)
+    assert sum(metrics.token_gaps.counts) == 2
+    assert metrics.num_output_tokens == 8
 
 
 def test_an_idle_router_has_no_line_of_stats():

@@ -145,9 +145,7 @@ def test_probes_do_not_flood_the_access_log(level, caplog):
 
 
 @served(script=begun, config=ClusterConfig(log=LogConfig(access=True)))
-async def test_a_stream_of_another_router_is_logged_and_timed_like_one_of_ours(
-    bench, engine, caplog
-):
+async def test_a_stream_of_another_router_is_logged_like_one_of_ours(bench, engine, caplog):
     """Its client leaves each time, and has a name for the request."""
     caplog.set_level("INFO")
     body = {"prompt": [5], "stream": True}
@@ -159,7 +157,6 @@ async def test_a_stream_of_another_router_is_logged_and_timed_like_one_of_ours(
         (event_id,) = re.findall(rb"id: (cmpl-\S+)", event)
         headers["Last-Event-ID"] = event_id.decode()
     await engine.is_closed(2)
-    assert engine.streams[1].token_gaps is engine.streams[0].token_gaps is not None
     await bench.get("/metrics")
     lines = [fields_of(record) for record in caplog.records if record.message == "access"]
     assert [(one["request"], one["status"]) for one in lines[:2]] == [("mine", 499)] * 2

@@ -91,7 +91,7 @@ async def test_items_have_the_order_of_the_text_whole_and_streamed(bench):
 async def test_log_probabilities_are_those_of_the_message(bench):
     whole: Any = (await bench.post({"input": "hello", **LOGPROBS}, PATH)).json
     part = whole["output"][1]["content"][0]
-    tokens = [str(token_id) for token_id in TEXT.encode_now(" the end.")]
+    tokens = [TEXT.spell(True, token_id)[0] for token_id in TEXT.encode_now(" the end.")]
     assert [one["token"] for one in part["logprobs"]] == tokens
     assert [len(one["top_logprobs"]) for one in part["logprobs"]] == [1] * len(part["logprobs"])
     events = await events_of(bench, {"input": "hello", **LOGPROBS})
