@@ -18,6 +18,8 @@ NO_HASH = bytes(HASH_BYTES)  # stands for no block
 # probability of 2**-64.
 BlockKey = int
 KEY_BYTES = 8
+# Fewer tokens of a prefix are computed: asking another node for them takes about as long.
+MIN_READ_TOKENS = 64
 ROOT_HASH: BlockHash = hashlib.blake2b(digest_size=HASH_BYTES).digest()  # before the first block
 
 

@@ -6,24 +6,18 @@ after the other. Each turn sends the whole history and some new tokens.
 
 import argparse
 import asyncio
-import json
 import random
 import statistics
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 import aiohttp
 import msgspec
 
 from baton.protocol.config import CacheConfig, ClusterConfig, EngineConfig, ModelConfig, PrefixReads
-from tools.soak.cluster import SoakCluster
+from tools.demo_client import DEMO_MODEL, SERVED_NAME, Reply, ask, cluster_at, random_prompt
 
-DEMO_MODEL = "deploy/demo_checkpoint"
-VOCABULARY = (5, 600)
 NUM_NEW, NUM_OUTPUT = 200, 150  # tokens of a turn
 PAUSE_S = 0.3  # in which a client reads the response
 KINDS: tuple[PrefixReads, ...] = ("off", "equal")
@@ -31,38 +25,7 @@ KINDS: tuple[PrefixReads, ...] = ("off", "equal")
 
 class Turn(msgspec.Struct):
     number: int
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    first_s: float
-
-
-async def ask(client: aiohttp.ClientSession, url: str, history: list[int], number: int) -> Turn:
-    """Send one turn and add the response to the history."""
-    body = {
-        "model": "demo",
-        "prompt": history,
-        "max_tokens": NUM_OUTPUT,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "return_token_ids": True,
-    }
-    began_s = time.perf_counter()
-    first_s = 0.0
-    async with client.post(f"{url}/v1/completions", json=body) as response:
-        response.raise_for_status()
-        async for line in response.content:
-            if not line.startswith(b"data: {"):
-                continue
-            first_s = first_s or time.perf_counter() - began_s
-            chunk = json.loads(line[len(b"data: ") :])
-            for choice in chunk["choices"]:
-                history += choice.get("token_ids") or []
-            usage = chunk.get("usage")
-    assert usage is not None, "the last chunk has the usage"
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return Turn(number, usage["prompt_tokens"], cached, first_s)
+    reply: Reply
 
 
 async def chat(client: aiohttp.ClientSession, url: str, seed: str, num_turns: int) -> list[Turn]:
@@ -70,8 +33,11 @@ async def chat(client: aiohttp.ClientSession, url: str, seed: str, num_turns: in
     history: list[int] = []
     turns = []
     for number in range(num_turns):
-        history += [source.randrange(*VOCABULARY) for _ in range(NUM_NEW)]
-        turns.append(await ask(client, url, history, number))
+        history += random_prompt(source, NUM_NEW)
+        reply = await ask(client, url, history, NUM_OUTPUT)
+        assert reply.status == 200, f"the router answered {reply.status}"
+        history += reply.token_ids
+        turns.append(Turn(number, reply))
         await asyncio.sleep(PAUSE_S)
     return turns
 
@@ -87,12 +53,11 @@ async def measure(
             config = ClusterConfig(
                 prefill=2,
                 decode=2,
-                model=ModelConfig(path=model, served_model_name="demo"),
+                model=ModelConfig(path=model, served_model_name=SERVED_NAME),
                 cache=CacheConfig(memory_mib=400, prefix_reads=kind),
                 engine=EngineConfig(threads=1),
             )
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            urls[kind] = (await stack.enter_async_context(SoakCluster(folder, config))).url
+            urls[kind] = await cluster_at(stack, config)
         timeout = aiohttp.ClientTimeout(total=600.0)
         client = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
         for number in range(rounds):
@@ -123,12 +88,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{NUM_NEW} are new; ms to the first token, p50; cached share of the prompt tokens")
     for kind, rounds in found.items():
         for turns in rounds:
-            later = [turn for turn in turns if turn.number > 0]
-            num_computed = statistics.mean(t.num_prompt_tokens - t.num_cached_tokens for t in later)
-            share = sum(t.num_cached_tokens for t in turns) / sum(
-                t.num_prompt_tokens for t in turns
-            )
-            first_ms = 1000 * statistics.median(turn.first_s for turn in later)
+            replies = [turn.reply for turn in turns]
+            later = [turn.reply for turn in turns if turn.number > 0]
+            num_computed = statistics.mean(r.num_prompt_tokens - r.num_cached_tokens for r in later)
+            num_cached = sum(reply.num_cached_tokens for reply in replies)
+            share = num_cached / sum(reply.num_prompt_tokens for reply in replies)
+            first_ms = 1000 * statistics.median(reply.first_s for reply in later)
             print(f"prefix_reads {kind:5}  {num_computed:.0f}  {first_ms:.0f}  {share:.3f}")
     return 0
 

@@ -12,38 +12,23 @@ import multiprocessing
 import random
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 import aiohttp
 import msgspec
 
 from baton.protocol.config import CacheConfig, ClusterConfig, EngineConfig, ModelConfig
-from tools.soak.cluster import SoakCluster
+from tools.demo_client import DEMO_MODEL, SERVED_NAME, ask, cluster_at, random_prompt
 
 # Without API keys a client is its address.
 POLITE_ADDRESS = "127.0.0.1"
 FLOOD_ADDRESS = "127.0.0.2"
-DEMO_MODEL = "deploy/demo_checkpoint"
 POLITE_EVERY_S = 0.5
 LEAD_S = 3.0
-VOCABULARY = (5, 600)
 PROMPT_LEN = 64
 OUTPUT_LEN = 24
-
-
-def body(source: random.Random, *, stream: bool) -> dict[str, object]:
-    return {
-        "model": "demo",
-        "prompt": [source.randrange(*VOCABULARY) for _ in range(PROMPT_LEN)],
-        "max_tokens": OUTPUT_LEN,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": stream,
-    }
 
 
 def client_at(address: str) -> aiohttp.ClientSession:
@@ -53,17 +38,11 @@ def client_at(address: str) -> aiohttp.ClientSession:
     )
 
 
-async def ask(client: aiohttp.ClientSession, url: str, request: dict[str, object]) -> float:
-    """Send one request and read it to its end; return the seconds to its first event."""
-    began_s = time.perf_counter()
-    first_s = 0.0
-    async with client.post(f"{url}/v1/completions", json=request) as response:
-        async for line in response.content:
-            if not first_s and line.startswith(b"data:"):
-                first_s = time.perf_counter() - began_s
-        if response.status != 200 and request["stream"]:
-            raise RuntimeError(f"the polite client got {response.status}")
-    return first_s
+async def seconds_to_first(client: aiohttp.ClientSession, url: str, prompt: list[int]) -> float:
+    reply = await ask(client, url, prompt, OUTPUT_LEN)
+    if reply.status != 200:
+        raise RuntimeError(f"the polite client got {reply.status}")
+    return reply.first_s
 
 
 async def be_polite(url: str, seconds: float) -> float:
@@ -72,8 +51,8 @@ async def be_polite(url: str, seconds: float) -> float:
     async with client_at(POLITE_ADDRESS) as client:
         streams = []
         for _ in range(int(seconds / POLITE_EVERY_S)):
-            request = body(source, stream=True)
-            streams.append(asyncio.create_task(ask(client, url, request)))
+            prompt = random_prompt(source, PROMPT_LEN)
+            streams.append(asyncio.create_task(seconds_to_first(client, url, prompt)))
             await asyncio.sleep(POLITE_EVERY_S)
         return statistics.median(await asyncio.gather(*streams))
 
@@ -81,13 +60,14 @@ async def be_polite(url: str, seconds: float) -> float:
 async def flood(url: str, rate: float, seconds: float) -> None:
     """Send `rate` requests a second, however many of them have ended."""
     source = random.Random()
-    bodies = [body(source, stream=False) for _ in range(1000)]
+    prompts = [random_prompt(source, PROMPT_LEN) for _ in range(1000)]
     async with client_at(FLOOD_ADDRESS) as client, asyncio.TaskGroup() as group:
         began_s = time.perf_counter()
         sent = 0
         while (passed_s := time.perf_counter() - began_s) < seconds:
             while sent < passed_s * rate:
-                group.create_task(ask(client, url, bodies[sent % len(bodies)]))
+                prompt = prompts[sent % len(prompts)]
+                group.create_task(ask(client, url, prompt, OUTPUT_LEN, is_streamed=False))
                 sent += 1
             await asyncio.sleep(0.01)
 
@@ -110,17 +90,14 @@ async def beside(url: str, flooded: str, rate: float, seconds: float) -> float:
 async def measure(rate: float, seconds: float, rounds: int) -> list[tuple[float, float, float]]:
     """Return the median of each round: alone, beside the other cluster, beside the same one."""
     config = ClusterConfig(
-        model=ModelConfig(path=DEMO_MODEL, served_model_name="demo"),
+        model=ModelConfig(path=DEMO_MODEL, served_model_name=SERVED_NAME),
         cache=CacheConfig(memory_mib=200),
         engine=EngineConfig(threads=1),
     )
     figures = []
     async with AsyncExitStack() as stack:
-        urls = []
-        for _ in range(2):
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            urls.append((await stack.enter_async_context(SoakCluster(folder, config))).url)
-        same, other = urls
+        same = await cluster_at(stack, config)
+        other = await cluster_at(stack, config)
         await be_polite(same, seconds / 2)
         for _ in range(rounds):
             alone_s = await be_polite(same, seconds)

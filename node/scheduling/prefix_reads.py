@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from baton.kv_transfer.interfaces import Offer, PrefixWanted, RefusePrefix
 from baton.node.scheduling.block_pool import BlockPool
 from baton.node.scheduling.outputs import Outputs
-from baton.protocol.blocks import unpack_hashes
+from baton.protocol.blocks import MIN_READ_TOKENS, unpack_hashes
 from baton.protocol.errors import TransferError
 from baton.protocol.ids import MAX_KEYS, Key, NodeId
 from baton.protocol.messages import BlockRange, End
 
 NO_PREFIX = "no_prefix"  # the failure of a read of what the source does not have
-# Fewer tokens are computed, because asking for them takes about as long.
-MIN_READ_TOKENS = 64
 MAX_READ_BLOCKS = MAX_KEYS  # whose hashes one message can hold
 # A prompt waits for its prefix as long as computing that would take, but at least so long, because
 # other processes of a busy host must answer.

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 import msgspec
 
-from baton.protocol.blocks import blocks_needed
+from baton.protocol.blocks import MIN_READ_TOKENS, blocks_needed
 from baton.protocol.config import LocalPrefill
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import Role, TierName
@@ -29,7 +29,6 @@ NEAR_READ = 1 / 32
 FAR_READ = 1 / 8
 # And reading it from a tier of the node that computes the prompt.
 TIER_READS: Mapping[TierName, float] = {"memory": 1 / 32, "folder": 1 / 16}
-MIN_READ_TOKENS = 64  # fewer are computed, and not read from another node
 MAX_LENDERS = 8  # of those that have a hot prefix, so many are looked at
 # A decode node that was chosen because it had most of a prompt cached refuses the prompt if it
 # would have to compute more than this many times what the setting allows.

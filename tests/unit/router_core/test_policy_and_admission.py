@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.protocol.blocks import block_hashes, pack_keys
+from baton.protocol.blocks import MIN_READ_TOKENS, block_hashes, pack_keys
 from baton.protocol.config import RouterConfig
 from baton.protocol.errors import Overloaded, RequestError, TransferError
 from baton.protocol.ids import Epoch, Key, NodeId, RequestId
@@ -32,7 +32,7 @@ from baton.router.core.admission import (
 )
 from baton.router.core.health import limits_of, nodes_health
 from baton.router.core.pair_health import FIRST_AVOID_S
-from baton.router.core.policy import FAR_READ, MIN_READ_TOKENS, NEAR_READ, CheapestPair
+from baton.router.core.policy import FAR_READ, NEAR_READ, CheapestPair
 from baton.router.core.registry import Registry
 from baton.router.core.request import NodeProcess, ReservedLoad, SelectNodes, Tenant
 from tests.support.choosing import PAIRS, charge, choose, cluster, join, place
