@@ -20,6 +20,7 @@ from baton.router.outputs import RequestOutput
 from tests.support.adapters import merged, write_adapter
 from tests.support.checkpoints import FAMILIES, model_folder, tiny_cluster
 from tests.support.compute import Text, chunked_logits, compute_config, loaded, logits
+from tests.support.depth import nightly
 from tests.support.foreign_checkpoints import foreign_folder
 from tests.support.node_threads import NodeThreads, always_local, never_local
 from tests.support.oracle import Expected, Oracle, count_ties, prompt
@@ -121,8 +122,8 @@ def test_prefix_hits_on_either_side_change_nothing(
         ("llama", 1, 2, 2, True),
         ("qwen3", 2, 1, 2, True),
         # Two ranks of decode read the same head, or two ranks of prefill hold it.
-        pytest.param("qwen3", 2, 4, 2, True, marks=pytest.mark.release),
-        pytest.param("llama", 4, 2, 2, False, marks=pytest.mark.release),
+        nightly("qwen3", 2, 4, 2, True),
+        nightly("llama", 4, 2, 2, False),
     ],
 )
 def test_any_degrees_on_both_sides_say_what_one_rank_says(
@@ -172,7 +173,7 @@ def said_with_fp8_blocks(folder: Path, length: int) -> Expected:
     return Expected(token_ids, gaps)
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (1, 2), (2, 1)])
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (1, 2), nightly(2, 1)])
 def test_fp8_blocks_take_a_quarter_of_the_bytes_to_any_degree(prefill, decode, tmp_path):
     """Each slice of heads brings its exponents. The bytes are those of fp32, and one for a row."""
     folder = model_folder("llama", num_kv_heads=2, head_dim=32)
@@ -202,23 +203,23 @@ def test_fp8_blocks_take_a_quarter_of_the_bytes_to_any_degree(prefill, decode, t
     [
         ("qwen2_moe", 1, 1),
         ("olmo2", 1, 1),  # transformers' code computes it
-        pytest.param("mixtral", 1, 2, marks=pytest.mark.release),
+        nightly("mixtral", 1, 2),
         ("deepseek_v3", 1, 2),  # each rank of decode reads the same rows
-        pytest.param("deepseek_v2", 2, 1, marks=pytest.mark.release),
-        ("deepseek_v32", 1, 2),
-        ("glm_moe_dsa", 2, 1),
+        nightly("deepseek_v2", 2, 1),
+        nightly("deepseek_v32", 1, 2),
+        nightly("glm_moe_dsa", 2, 1),
         ("gpt_oss", 1, 2),
-        ("llama4_text", 1, 2),
+        nightly("llama4_text", 1, 2),
         ("llama4_text", 2, 1),
-        ("gemma4_text", 1, 2),
+        nightly("gemma4_text", 1, 2),
         ("gemma4_text", 2, 1),
-        ("glm4_moe", 1, 2),
-        ("minimax_m2", 1, 2),
-        pytest.param("minimax_m2", 2, 4, marks=pytest.mark.release),
-        pytest.param("phi3", 2, 4, marks=pytest.mark.release),
-        pytest.param("gpt_oss", 2, 4, marks=pytest.mark.release),
-        pytest.param("gemma2", 4, 2, marks=pytest.mark.release),
-        pytest.param("gemma3_text", 1, 2, marks=pytest.mark.release),
+        nightly("glm4_moe", 1, 2),
+        nightly("minimax_m2", 1, 2),
+        nightly("minimax_m2", 2, 4),
+        nightly("phi3", 2, 4),
+        nightly("gpt_oss", 2, 4),
+        nightly("gemma2", 4, 2),
+        nightly("gemma3_text", 1, 2),
     ],
 )
 def test_a_crowd_of_sequences_shares_experts_or_transformers_code(kind, prefill, decode, tmp_path):

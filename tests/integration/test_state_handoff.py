@@ -11,6 +11,7 @@ from baton.protocol.messages import Role
 from baton.protocol.sampling import SamplingParams
 from baton.router.outputs import RequestOutput
 from tests.integration.test_split_parity import BLOCK, LENGTHS, expected_of, greedy, settings
+from tests.support.depth import nightly
 from tests.support.foreign_checkpoints import foreign_folder
 from tests.support.node_threads import NodeThreads, always_local, never_local
 from tests.support.oracle import count_ties, prompt
@@ -45,16 +46,16 @@ async def all_at_once(llm: AsyncLLM) -> list[RequestOutput]:
     ("kind", "prefill", "decode"),
     [
         (KINDS[0], 1, 1),
-        (KINDS[0], 1, 2),
-        (KINDS[1], 2, 1),
-        ("qwen3_5_moe", 1, 1),
+        nightly(KINDS[0], 1, 2),
+        nightly(KINDS[1], 2, 1),
+        nightly("qwen3_5_moe", 1, 1),
         ("granitemoehybrid", 1, 2),
         ("lfm2", 2, 1),
         ("kimi_linear", 1, 1),
-        ("lfm2_moe", 1, 2),
-        ("lfm2_moe", 2, 1),
-        ("nemotron_h", 1, 2),
-        ("nemotron_h", 2, 1),
+        nightly("lfm2_moe", 1, 2),
+        nightly("lfm2_moe", 2, 1),
+        nightly("nemotron_h", 1, 2),
+        nightly("nemotron_h", 2, 1),
     ],
 )
 def test_the_state_travels_as_more_blocks_to_ranks_of_any_number(kind, prefill, decode, tmp_path):

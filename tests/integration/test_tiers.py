@@ -13,6 +13,7 @@ from baton.protocol.messages import Role
 from baton.router.outputs import RequestOutput
 from tests.integration.test_split_parity import BLOCK, greedy, oracle, settings
 from tests.support.checkpoints import model_folder
+from tests.support.depth import nightly
 from tests.support.node_threads import NodeThreads, always_local, never_local
 from tests.support.oracle import count_ties, prompt
 
@@ -53,7 +54,7 @@ def check(outputs: list[RequestOutput]) -> None:
 
 @pytest.mark.parametrize("tier", ["memory", "folder"])
 @pytest.mark.parametrize("split", [never_local, always_local], ids=["prefill", "decode"])
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, nightly(2)])
 def test_what_a_pool_has_lost_is_read_from_a_tier(tier, split, num_ranks, tmp_path):
     cache = {"folder": str(tmp_path / "cache")}
     if tier == "memory":
@@ -84,7 +85,7 @@ def test_a_node_that_restarts_finds_what_it_had(tmp_path):
     assert run(tmp_path, config).metrics.num_cached_tokens == NUM_CACHED
 
 
-@pytest.mark.parametrize("damage", ["torn", "altered", "swapped", "index"])
+@pytest.mark.parametrize("damage", [nightly("torn"), "altered", nightly("swapped"), "index"])
 def test_a_damaged_file_is_a_miss(damage, tmp_path):
     config = never_local(small(settings(model_folder("qwen3")), folder=str(tmp_path / "cache")))
     run(tmp_path, config)

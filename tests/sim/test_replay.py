@@ -37,6 +37,7 @@ from tests.sim.executor import BLOCK_SIZE
 from tests.sim.members import SimNode
 from tests.sim.nemesis.schedule import Fault
 from tests.sim.world import simulate
+from tests.support.depth import nightly
 
 FROM_LINKS = (FromRouter, RouterLost, FromPeer, PeerLost)
 FROM_RANKS = (
@@ -140,7 +141,7 @@ def no_logs():
     logging.getLogger("baton").setLevel(logging.CRITICAL)
 
 
-@pytest.mark.parametrize("seed", [8, 18, 19, 29])
+@pytest.mark.parametrize("seed", [8, nightly(18), nightly(19), 29])
 def test_a_dumped_ring_is_replayed_to_the_same_state(seed, tmp_path):
     said: dict[EngineSockets, list[object]] = {}
 

@@ -35,6 +35,7 @@ from tests.support.compute import (
     needs_rules,
     random_tokens,
 )
+from tests.support.depth import nightly
 from tests.support.foreign_checkpoints import foreign_folder
 from tests.support.thread_ranks import on_all, thread_ranks
 
@@ -265,7 +266,7 @@ def test_the_form_for_gpus_computes_the_same():
     assert not ours[[2, 3]].any()
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen3_moe", nightly("qwen2_moe"), nightly("mixtral")])
 def test_adapters_of_experts_compute_what_their_merged_weights_compute(family):
     model = foreign_folder(family)
     names = ("w1", "w2", "w3") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
@@ -294,7 +295,9 @@ def test_adapters_of_experts_compute_what_their_merged_weights_compute(family):
     assert (split - wanted[0]).abs().max() < 2e-5 * wanted[0].abs().max()
 
 
-@pytest.mark.parametrize("whole", [("lm_head",), ("embed_tokens",), ("lm_head", "embed_tokens")])
+@pytest.mark.parametrize(
+    "whole", [nightly(("lm_head",)), nightly(("embed_tokens",)), ("lm_head", "embed_tokens")]
+)
 def test_an_adapter_may_have_a_head_and_an_embedding_of_its_own(whole):
     model = model_folder(MODEL, num_layers=2)
     one = write_adapter(model, rank=4, whole=whole)
