@@ -1,12 +1,13 @@
 """The connector of one node, which routes events to its offers, its receives and its peers.
 
-One object serves both roles. It has no clock and does no I/O, and keys break ties. Exactly
-one Released follows each Offer, and exactly one KVReceived or ReceiveEnded follows each Expect and
-each FetchPrefix.
-Every state that is not final has a deadline. `docs/transfer.md` shows the machines behind it.
+One object serves both roles. It has no clock and does no I/O, and keys break ties. Exactly one
+Released follows each Offer, and exactly one KVReceived or ReceiveEnded follows each Expect, each
+FetchPrefix and each LoadPrefix. Every state that is not final has a deadline. `docs/transfer.md`
+shows the machines behind it.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import assert_never
 
 from baton.kv_transfer.interfaces import (
@@ -35,11 +36,12 @@ from baton.kv_transfer.interfaces import (
     RefusePrefix,
     SaveBlocks,
     SlotsHeld,
+    TierOpened,
 )
 from baton.kv_transfer.offers import AnnouncedSums, Offers
 from baton.kv_transfer.peers import HELLO_S, REDIAL_S, Channel, Peer, PeerTable, RankLink
 from baton.kv_transfer.receives import KVReceives
-from baton.kv_transfer.tier_loads import TierLoads
+from baton.protocol.blocks import NO_HASH, unpack_hashes
 from baton.protocol.config import TransferConfig
 from baton.protocol.errors import Failure, TransferError
 from baton.protocol.ids import NodeId
@@ -54,6 +56,7 @@ from baton.protocol.messages import (
     PeerMessage,
     Renew,
     Renewed,
+    TierName,
     WantPrefix,
     Withdrawn,
 )
@@ -69,7 +72,7 @@ class NodeConnector:
             sums = AnnouncedSums(len(node.ranks), node.layout.block_bytes)
         self._offers = Offers(self._peers, transfer.lease_s, sums)
         self._receives = KVReceives(node, self._peers)
-        self._tiers = TierLoads(len(node.ranks), self._receives.next_ticket)
+        self._tiers = TierSaves(len(node.ranks))
 
     def step(self, now_s: float, events: Sequence[ConnectorEvent]) -> Effects:
         out = Effects(now_s, self._peers.has_channel)
@@ -90,7 +93,7 @@ class NodeConnector:
 
     def reads_tier(self, ticket: int) -> bool:
         """Return whether that read is of a tier of this node."""
-        return self._tiers.reads(ticket)
+        return self._receives.reads_tier(ticket)
 
     def _on(self, event: ConnectorEvent, out: Effects) -> None:
         match event:
@@ -100,12 +103,10 @@ class NodeConnector:
                 self._on_rank(rank, rank_event, out)
             case BlockRange() | End() | Withdrawn():
                 self._offers.advance(event, out)
-            case Abandon(key=key, failure=failure) if self._tiers.has(key):
-                self._tiers.abandon(key, failure, out)
             case BeginReceive() | Abandon():
                 self._receives.advance(event, out)
             case LoadPrefix():
-                self._tiers.load(event, out)
+                self._receives.load(event, out)
             case SaveBlocks() | ClearTier():
                 self._tiers.save(event, out)
             case Offer():
@@ -166,10 +167,6 @@ class NodeConnector:
 
     def _on_rank(self, rank: int, event: AgentEvent, out: Effects) -> None:
         match event:
-            case ReadEnded(ticket=ticket) if self._tiers.reads(ticket):
-                self._tiers.read_ended(event, out)
-            case ReadDrained(ticket) if self._tiers.reads(ticket):
-                self._tiers.read_drained(ticket, out)
             case SlotsHeld():
                 self._tiers.held(rank, event, out)
             case BlocksCopied():
@@ -209,7 +206,6 @@ class NodeConnector:
             if peer.channel is not Channel.NONE and peer.heard_s + self._lease_s <= out.now_s:
                 self._hang_up(peer, out)
         self._receives.end_waits(out)
-        self._tiers.end_waits(out)
         for peer in self._peers_to_redial():
             if peer.lost_s + REDIAL_S <= out.now_s:
                 self._peers.dial(peer, out)
@@ -223,7 +219,6 @@ class NodeConnector:
 
     def _wake_at_s(self) -> float | None:
         limits = [*self._offers.deadlines(), *self._receives.deadlines()]
-        limits += self._tiers.deadlines()
         dialled = [peer for peer in self._peers.all() if peer.channel is Channel.DIALLED]
         limits += [peer.dialled_s + HELLO_S for peer in dialled]
         limits += [peer.lost_s + REDIAL_S for peer in self._peers_to_redial()]
@@ -238,6 +233,54 @@ class NodeConnector:
 
     def _used_peers(self) -> set[PeerName]:
         return self._offers.used_peers() | self._receives.used_peers()
+
+
+class TierSaves:
+    """What every rank of the node has saved in its part of each tier, or found there."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._saves: dict[int, _Save] = {}
+        self._held: dict[TierName, dict[int, list[bytes]]] = {}  # hashes of slots, by rank
+
+    def save(self, event: SaveBlocks | ClearTier, out: Effects) -> None:
+        num_copying = self._num_ranks if isinstance(event, SaveBlocks) else 0
+        self._saves[event.ticket] = _Save(num_copying, self._num_ranks)
+        for rank in range(self._num_ranks):
+            out.command(rank, event)
+
+    def copied(self, event: BlocksCopied, out: Effects) -> None:
+        save = self._saves[event.ticket]
+        save.num_copying -= 1
+        if save.num_copying == 0:
+            out.reports.append(event)
+
+    def saved(self, event: BlocksSaved, out: Effects) -> None:
+        save = self._saves[event.ticket]
+        save.num_saving -= 1
+        save.failure = save.failure or event.failure
+        if save.num_saving == 0:
+            del self._saves[event.ticket]
+            out.reports.append(BlocksSaved(event.ticket, save.failure))
+
+    def held(self, rank: int, event: SlotsHeld, out: Effects) -> None:
+        ranks = self._held.setdefault(event.tier, {})
+        ranks.setdefault(rank, []).extend(unpack_hashes(event.hashes))
+        is_whole = all(len(hashes) == event.num_slots for hashes in ranks.values())
+        if is_whole and len(ranks) == self._num_ranks:
+            alike = zip(*ranks.values(), strict=True)
+            common = [one[0] if len(set(one)) == 1 else NO_HASH for one in alike]
+            out.reports.append(TierOpened(event.tier, event.num_slots, b"".join(common)))
+            del self._held[event.tier]
+
+
+@dataclass(slots=True)
+class _Save:
+    """A command that every rank has got, and how many have not answered."""
+
+    num_copying: int
+    num_saving: int
+    failure: Failure | None = None
 
 
 def _broken(peer: PeerName) -> Failure:

@@ -1,20 +1,23 @@
-"""One handoff on the reader's side: announced blocks are read until all are there.
+"""One receive: blocks of a peer's prompt or prefix, or of this node's tiers, until all are there.
 
 KVReceived is reported only after every slice of every block was read on every rank, End is here,
 and it is proven that the source held the blocks while they were read. A failed handoff drains
 first: it gives its blocks back when no read can write to them any more, and reports those for which
 this is not certain as quarantined.
+
+Blocks of tiers are there from the start, and the scheduler keeps their slots as they are until the
+receive has ended. So nothing is announced, and no lease is needed.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from enum import Enum, auto
-from functools import partial
 from math import inf
 from typing import assert_never
 
 from baton.kv_transfer.bookkeeping import ReaderLease
 from baton.kv_transfer.interfaces import (
+    TIER_TIMEOUT,
     Abandon,
     BeginReceive,
     CancelRead,
@@ -22,6 +25,7 @@ from baton.kv_transfer.interfaces import (
     Expect,
     FetchPrefix,
     KVReceived,
+    LoadPrefix,
     PeerName,
     PeerRank,
     PeerUp,
@@ -29,6 +33,8 @@ from baton.kv_transfer.interfaces import (
     ReadEnded,
     ReceiveBroken,
     ReceiveEnded,
+    TierPart,
+    tier_peer,
 )
 from baton.kv_transfer.peers import LinkState, Peer, ShardMapping
 from baton.protocol.errors import Failure, InvariantBroken, TransferError
@@ -80,10 +86,14 @@ ReceiveEvent = (
 
 class KVReceive:
     def __init__(
-        self, now_s: float, event: Expect | FetchPrefix, max_blocks: int, take_ticket: TakeTicket
+        self,
+        now_s: float,
+        event: Expect | FetchPrefix | LoadPrefix,
+        max_blocks: int,
+        take_ticket: TakeTicket,
     ) -> None:
         self.key = event.key
-        self.source = event.source
+        self.source = None if isinstance(event, LoadPrefix) else event.source  # None: tiers
         self.peer: PeerName | None = None
         self.state = ReceiveState.EXPECTED
         self.lease: ReaderLease | None = None
@@ -93,14 +103,24 @@ class KVReceive:
         self._since_s = now_s
         self._progress_s = now_s
         # Nobody waits longer for a prefix than computing it takes.
-        self._is_prefix = isinstance(event, FetchPrefix)
-        self._end_by_s = now_s + event.timeout_s if isinstance(event, FetchPrefix) else inf
+        self._is_prefix = not isinstance(event, Expect)
+        self._end_by_s = inf if isinstance(event, Expect) else now_s + event.timeout_s
         self._num_blocks = 0  # of the whole prompt or prefix, as offered
         self._block_ranges: list[BlockRange] = []
         self._num_announced_blocks = 0
         self._end: End | None = None
         self._end_arrived_s = now_s
-        self._reads: BlockRangeReads | None = None
+        # The blocks that are missing here, which are read once over every edge to the peer.
+        self._first_block = 0
+        self._block_ids: tuple[int, ...] = ()
+        # By edge, the block ranges that were posted or need no read; empty until edges are known.
+        self._num_posted: list[int] = []
+        # The local rank and its blocks, by ticket; then blocks of reads that are not quiesced.
+        self._outstanding: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self.quarantined: dict[int, tuple[int, ...]] = {}
+        self._posted_s: list[float] = []
+        self._last_end_s = 0.0
+        self._num_bytes = 0
 
     @property
     def deadline_s(self) -> float:
@@ -109,18 +129,17 @@ class KVReceive:
         limit_s = min(self._since_s + WAIT_S, self._end_by_s)
         if self.lease is not None:
             limit_s = min(limit_s, self.lease.limit_s)
-        if self._reads is not None and not self._reads.have_all(len(self._block_ranges)):
+        if self.state is ReceiveState.RECEIVING and not self._have_all_ranges():
             limit_s = min(limit_s, self._progress_s + STALL_S)
         return limit_s
 
     @property
     def renew_at_s(self) -> float | None:
         """Return when the next renewal is due: at once if only the proof is missing."""
-        if self.state not in (ReceiveState.OFFERED, ReceiveState.RECEIVING):
+        if self.state not in (ReceiveState.OFFERED, ReceiveState.RECEIVING) or self.lease is None:
             return None
-        assert self.lease is not None
-        if self._has_all() and self._reads is not None and self._reads.posted_s:
-            end_s = self._reads.last_end_s
+        if self._has_all() and self._posted_s:
+            end_s = self._last_end_s
             if not self.lease.covers(end_s) and not self.lease.may_cover(end_s):
                 return end_s
         return self.lease.renew_at_s
@@ -131,11 +150,6 @@ class KVReceive:
         deadline_s = self.deadline_s
         renew_at_s = self.renew_at_s
         return deadline_s if renew_at_s is None else min(deadline_s, renew_at_s)
-
-    @property
-    def quarantined(self) -> dict[int, tuple[int, ...]]:
-        """Return the blocks of each read that ended without being quiesced, by its ticket."""
-        return {} if self._reads is None else self._reads.quarantined
 
     def on(self, event: ReceiveEvent, peer: Peer | None, out: Effects) -> None:
         """Handle an event. `peer` is the process that offered the prompt or that sent `event`."""
@@ -150,13 +164,28 @@ class KVReceive:
                 raise InvariantBroken(f"{self.key} had ended before {type(event).__name__}")
             case _:
                 assert_never(self.state)
-        if self.state is ReceiveState.RECEIVING:
+        if self.state is ReceiveState.RECEIVING and self.source is not None:
             self._read(peer, out)
-            self._end_if_complete(out)
+        self._end_if_complete(out)
+
+    def load(self, parts: Iterable[TierPart], num_ranks: int, out: Effects) -> set[int]:
+        """Read parts of this node's tiers, each on every rank. Return the tickets of the reads."""
+        self.state = ReceiveState.RECEIVING
+        for part in parts:
+            for rank in range(num_ranks):
+                ticket = self._take_ticket(self.key)
+                self._outstanding[ticket] = rank, part.block_ids
+                peer = tier_peer(part.tier)
+                generations = (0,) * len(part.slots)
+                read = Read(
+                    ticket, peer, part.slots, part.block_ids, generations, hashes=part.hashes
+                )
+                out.command(rank, read)
+        return set(self._outstanding)
 
     def reads(self, ticket: int) -> bool:
         """Return whether that read belongs to this receive and has not ended."""
-        return self._reads is not None and ticket in self._reads.outstanding
+        return ticket in self._outstanding
 
     def _on_expected(self, event: ReceiveEvent, peer: Peer | None, out: Effects) -> None:
         if peer is not None:
@@ -183,11 +212,11 @@ class KVReceive:
                 self._fail(self._why(event), out)
             case PeerUp():
                 self._progress_s = out.now_s
-            case BeginReceive() if self._reads is None:
+            case BeginReceive() if self.state is ReceiveState.OFFERED:
                 self._begin(event, out)
-            case ReadEnded(failure=failure) if self._reads is not None:
+            case ReadEnded(failure=failure) if self.state is ReceiveState.RECEIVING:
                 self._progress_s = out.now_s
-                self._reads.ended(event)
+                self._read_ended(event)
                 if failure is not None or not event.quiesced:
                     self._fail(failure or _wrong("a read ended without being quiesced"), out)
             case BeginReceive() | ReadEnded():
@@ -196,14 +225,16 @@ class KVReceive:
                 assert_never(event)
 
     def _on_draining(self, event: ReceiveEvent, out: Effects) -> None:
-        assert self._reads is not None
         match event:
             case ReadEnded():
-                self._reads.ended(event)
-                if not self._reads.outstanding:
+                self._read_ended(event)
+                if not self._outstanding:
                     self._finish(out)
             case TimeUp():
-                self._reads.give_up()
+                # Every read that has not ended may still write.
+                for ticket, (_, local) in self._outstanding.items():
+                    self.quarantined[ticket] = local
+                self._outstanding.clear()
                 self._finish(out)
             case BeginReceive():
                 raise self._out_of_place(event)
@@ -232,7 +263,7 @@ class KVReceive:
             case BlockRange():
                 problem = self._problem_of(message)
                 if problem is None:
-                    if self._reads is None or self._reads.have_all(len(self._block_ranges)):
+                    if self.state is ReceiveState.OFFERED or self._have_all_ranges():
                         self._progress_s = out.now_s
                     self._block_ranges.append(message)
                     self._num_announced_blocks += len(message.block_ids)
@@ -265,7 +296,8 @@ class KVReceive:
             text = f"{self._num_blocks} blocks were offered, but another number is expected"
             self._fail(_wrong(text), out)
             return
-        self._reads = BlockRangeReads(event.first_block, event.block_ids)
+        self._first_block = event.first_block
+        self._block_ids = event.block_ids
         self.state = ReceiveState.RECEIVING
         self._since_s = self._progress_s = out.now_s
         self.lease.renewed(out.now_s)
@@ -273,38 +305,74 @@ class KVReceive:
 
     def _read(self, peer: Peer | None, out: Effects) -> None:
         """Post reads, over every link that is up, of announced blocks that are missing."""
-        assert self._reads is not None
         assert peer is not None
         if peer.info is None or not peer.links:
             return
-        reads = self._reads
-        reads.num_posted = reads.num_posted or [0] * len(peer.links)
+        self._num_posted = self._num_posted or [0] * len(peer.links)
         for number, link in enumerate(peer.links):
             if link.state is not LinkState.UP:
                 continue
-            for block_range in self._block_ranges[reads.num_posted[number] :]:
+            for block_range in self._block_ranges[self._num_posted[number] :]:
                 problem = _unreadable(block_range, peer.info, link.edge)
                 if problem is not None:
                     self._fail(_wrong(problem), out)
                     return
-                take_ticket = partial(self._take_ticket, self.key)
-                read = reads.post(number, link.edge, block_range, peer.epoch, take_ticket)
+                self._num_posted[number] += 1
+                read = self._read_of(block_range, link.edge, peer.epoch)
                 if read is not None:
                     out.command(link.edge.target, read)
 
+    def _read_of(self, block_range: BlockRange, edge: ShardMapping, peer: Epoch) -> Read | None:
+        """Return the read of the blocks of a range that are missing here; None if none is."""
+        skip = max(0, self._first_block - block_range.first_block)
+        remote = block_range.block_ids[skip:]
+        if not remote:
+            return None
+        start = block_range.first_block + skip - self._first_block
+        local = self._block_ids[start : start + len(remote)]
+        ticket = self._take_ticket(self.key)
+        self._outstanding[ticket] = (edge.target, local)
+        checksums = block_range.checksums[edge.sums_row][skip:] if block_range.checksums else ()
+        owner = PeerRank(peer, edge.source)
+        return Read(ticket, owner, remote, local, block_range.generations[skip:], checksums)
+
+    def _read_ended(self, event: ReadEnded) -> None:
+        _, local = self._outstanding.pop(event.ticket)
+        if not event.quiesced:
+            self.quarantined[event.ticket] = local
+        if event.failure is None:
+            self._posted_s.append(event.posted_s)
+            self._last_end_s = max(self._last_end_s, event.ended_s)
+            self._num_bytes += event.num_bytes
+
+    def _have_all_ranges(self) -> bool:
+        """Return whether every announced block has been read on every rank."""
+        num_block_ranges = len(self._block_ranges)
+        if not self._num_posted:
+            return num_block_ranges == 0 and not self._outstanding
+        return not self._outstanding and all(
+            posted == num_block_ranges for posted in self._num_posted
+        )
+
     def _has_all(self) -> bool:
-        if self._end is None or self._reads is None:
+        if self.state is not ReceiveState.RECEIVING:
             return False
-        return not self._reads.block_ids or self._reads.have_all(len(self._block_ranges))
+        if self.source is None:
+            return not self._outstanding
+        return self._end is not None and (not self._block_ids or self._have_all_ranges())
 
     def _end_if_complete(self, out: Effects) -> None:
-        if self.state is not ReceiveState.RECEIVING or not self._has_all():
+        if not self._has_all():
             return
-        assert self._reads is not None
+        if self.source is None:
+            took_s = max(0.0, self._last_end_s - self._since_s)
+            self.state = ReceiveState.RECEIVED
+            out.reports.append(KVReceived(self.key, (), self._num_bytes, took_s, took_s))
+            return
         assert self._end is not None
         assert self.lease is not None
         assert self.peer is not None
-        if self._reads.block_ids and not self.lease.covers(self._reads.last_end_s):
+        if self._block_ids and not self.lease.covers(self._last_end_s):
             return  # the proof is on its way, or `renew_at_s` requests it
         self.state = ReceiveState.RECEIVED
         out.send(self.peer, Done(self.key))
@@ -312,23 +380,36 @@ class KVReceive:
             KVReceived(
                 self.key,
                 self._end.tokens,
-                self._reads.num_bytes,
-                self._reads.transfer_s(),
-                self._reads.exposed_s(self._end_arrived_s),
+                self._num_bytes,
+                self._last_end_s - min(self._posted_s) if self._posted_s else 0.0,
+                self._exposed_s(),
                 self._end.num_cached_tokens,
             )
         )
+
+    def _exposed_s(self) -> float:
+        """Return the time from the last announcement to the last end of a read.
+
+        The time of waiting for blocks to read into does not count.
+        """
+        if not self._posted_s:
+            return 0.0
+        first_s = min(self._posted_s)
+        last_s = max(self._posted_s)
+        end_arrived_s = self._end_arrived_s
+        start_s = last_s if last_s <= end_arrived_s else max(first_s, end_arrived_s)
+        return max(0.0, self._last_end_s - start_s)
 
     def _fail(self, failure: Failure, out: Effects) -> None:
         self.failure = failure
         self._since_s = out.now_s
         self.state = ReceiveState.DRAINING
-        if self._reads is None or not self._reads.outstanding:
+        if not self._outstanding:
             self._finish(out)
             return
         if self._is_prefix:
             out.reports.append(ReceiveBroken(self.key))
-        for ticket, (rank, _) in self._reads.outstanding.items():
+        for ticket, (rank, _) in self._outstanding.items():
             out.command(rank, CancelRead(ticket))
 
     def _finish(self, out: Effects) -> None:
@@ -342,6 +423,9 @@ class KVReceive:
     def _why(self, event: Withdrawn | Abandon | Broken | TimeUp) -> Failure:
         if not isinstance(event, TimeUp):
             return event.failure
+        if self.source is None:
+            text = "a tier kept a prompt waiting too long"
+            return TransferError(text, code=TIER_TIMEOUT).to_failure()
         text = f"node {self.source} kept a handoff waiting too long"
         return TransferError(text, code="transfer_timeout").to_failure()
 
@@ -360,83 +444,3 @@ def _unreadable(block_range: BlockRange, source: NodeInfo, edge: ShardMapping) -
     if block_range.checksums and len(block_range.checksums) != len(source.ranks) * edge.num_slices:
         return "a block range has checksums of slices other than those that are read"
     return None
-
-
-@dataclass(slots=True)
-class BlockRangeReads:
-    """The reads of one handoff. Only blocks that are missing here are read, once over every edge.
-
-    `num_posted` counts, by edge, the block ranges that were posted or need no read.
-    """
-
-    first_block: int
-    block_ids: tuple[int, ...]
-    num_posted: list[int] = field(default_factory=list)  # empty until the edges are known
-    # The local rank and its blocks, by the read's ticket.
-    outstanding: dict[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
-    quarantined: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by ticket
-    posted_s: list[float] = field(default_factory=list)
-    last_end_s: float = 0.0
-    num_bytes: int = 0
-
-    def post(
-        self,
-        number: int,
-        edge: ShardMapping,
-        block_range: BlockRange,
-        peer: Epoch,
-        take_ticket: Callable[[], int],
-    ) -> Read | None:
-        """Return the read of the blocks of `block_range` that are missing here; None if none is.
-
-        `number` is the place of the edge among the edges of the peer.
-        """
-        self.num_posted[number] += 1
-        skip = max(0, self.first_block - block_range.first_block)
-        remote = block_range.block_ids[skip:]
-        if not remote:
-            return None
-        start = block_range.first_block + skip - self.first_block
-        local = self.block_ids[start : start + len(remote)]
-        ticket = take_ticket()
-        self.outstanding[ticket] = (edge.target, local)
-        checksums = block_range.checksums[edge.sums_row][skip:] if block_range.checksums else ()
-        owner = PeerRank(peer, edge.source)
-        return Read(ticket, owner, remote, local, block_range.generations[skip:], checksums)
-
-    def ended(self, event: ReadEnded) -> None:
-        _, local = self.outstanding.pop(event.ticket)
-        if not event.quiesced:
-            self.quarantined[event.ticket] = local
-        if event.failure is None:
-            self.posted_s.append(event.posted_s)
-            self.last_end_s = max(self.last_end_s, event.ended_s)
-            self.num_bytes += event.num_bytes
-
-    def give_up(self) -> None:
-        """Quarantine the blocks of every read that has not ended, because it may still write."""
-        for ticket, (_, local) in self.outstanding.items():
-            self.quarantined[ticket] = local
-        self.outstanding.clear()
-
-    def have_all(self, num_block_ranges: int) -> bool:
-        if not self.num_posted:
-            return num_block_ranges == 0
-        return not self.outstanding and all(
-            posted == num_block_ranges for posted in self.num_posted
-        )
-
-    def transfer_s(self) -> float:
-        return self.last_end_s - min(self.posted_s) if self.posted_s else 0.0
-
-    def exposed_s(self, end_arrived_s: float) -> float:
-        """Return the time from the last announcement to the last end of a read.
-
-        The time of waiting for blocks to read into does not count.
-        """
-        if not self.posted_s:
-            return 0.0
-        first_s = min(self.posted_s)
-        last_s = max(self.posted_s)
-        start_s = last_s if last_s <= end_arrived_s else max(first_s, end_arrived_s)
-        return max(0.0, self.last_end_s - start_s)

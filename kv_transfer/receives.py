@@ -1,6 +1,7 @@
 """All receives of a node: find a key's machine, park early messages, and answer late ones.
 
-A decode node receives whole prompts, a prefill node prefixes that another node has cached. Leases
+A decode node receives whole prompts, a prefill node prefixes that another node has cached, and both
+load prefixes from their own tiers. Leases
 of all receives from one peer are renewed together. If the source still sends messages of a key that
 has ended, the answer is again that the reader is done, or why it declined.
 """
@@ -17,6 +18,7 @@ from baton.kv_transfer.interfaces import (
     Effects,
     Expect,
     FetchPrefix,
+    LoadPrefix,
     PeerName,
     PeerUp,
     ReadEnded,
@@ -53,6 +55,7 @@ class KVReceives:
         self._parking = Parking()
         self._tickets = itertools.count(1)
         self._readers: dict[int, Key] = {}  # ticket -> receive
+        self._tier_readers: set[int] = set()  # those of tiers
         self._quarantined: dict[int, tuple[int, ...]] = {}  # ticket -> blocks, of ended receives
 
     def expect(self, event: Expect, out: Effects) -> None:
@@ -78,6 +81,18 @@ class KVReceives:
         receive.peer = reached.name
         out.send(reached.name, WantPrefix(event.key, event.hashes, event.num_held_blocks))
         self._make_readable(receive, out)
+
+    def load(self, event: LoadPrefix, out: Effects) -> None:
+        if event.key in self._receives:
+            raise InvariantBroken(f"{event.key} is loaded twice")
+        receive = KVReceive(out.now_s, event, self._node.num_blocks, self._take_ticket)
+        self._receives[event.key] = receive
+        self._tier_readers |= receive.load(event.parts, len(self._node.ranks), out)
+        self._next_s[event.key] = receive.deadline_s
+
+    def reads_tier(self, ticket: int) -> bool:
+        """Return whether a read of a tier has this ticket, and bytes of it may still land."""
+        return ticket in self._tier_readers
 
     def _open(
         self, event: Expect | FetchPrefix, parked: Parked | None, out: Effects
@@ -133,6 +148,7 @@ class KVReceives:
         key = self._readers.get(event.ticket)
         if event.quiesced:
             self._readers.pop(event.ticket, None)
+            self._tier_readers.discard(event.ticket)
         receive = None if key is None else self._receives.get(key)
         if receive is not None and receive.reads(event.ticket):
             self._on(receive, event, out)
@@ -142,6 +158,7 @@ class KVReceives:
     def read_drained(self, ticket: int, out: Effects) -> None:
         """Give back the blocks of a read that has drained, unless another read names them."""
         key = self._readers.pop(ticket, None)
+        self._tier_readers.discard(ticket)
         if key is not None and key in self._receives:
             self._receives[key].quarantined.pop(ticket, None)
         named = {*self._quarantined.pop(ticket, ())}
@@ -206,10 +223,8 @@ class KVReceives:
     def used_peers(self) -> set[PeerName]:
         used = self._parking.peers()
         for receive in self._receives.values():
-            peer = self._peers.current(receive.source)
-            if receive.peer is not None:
-                used.add(receive.peer)
-            elif peer is not None:
+            peer = self._peer_of(receive)
+            if peer is not None:
                 used.add(peer.name)
         return used
 
@@ -219,31 +234,35 @@ class KVReceives:
         peer = sender if receive.peer is None else self._peers.get(receive.peer)
         receive.on(event, peer, out)
         if receive.state is ReceiveState.RECEIVED:
-            self._bury(receive.key, Done(receive.key))
+            self._bury(receive, Done(receive.key))
         elif receive.state is ReceiveState.ENDED:
             assert receive.failure is not None
             self._quarantined |= receive.quarantined
-            self._bury(receive.key, Declined(receive.key, receive.failure))
+            self._bury(receive, Declined(receive.key, receive.failure))
         else:
             self._next_s[receive.key] = receive.next_s
             if isinstance(event, Offered):
                 self._make_readable(receive, out)
 
-    def _bury(self, key: Key, answer: Done | Declined) -> None:
-        del self._receives[key], self._next_s[key]
-        self._tombstones.bury(key, answer)
+    def _bury(self, receive: KVReceive, answer: Done | Declined) -> None:
+        del self._receives[receive.key], self._next_s[receive.key]
+        if receive.source is not None:  # the rest of a prefix may follow from another node
+            self._tombstones.bury(receive.key, answer)
 
     def _of(self, peer: PeerName) -> list[KVReceive]:
         return [receive for receive in self._receives.values() if receive.peer == peer]
+
+    def _peer_of(self, receive: KVReceive) -> Peer | None:
+        """Return the process that a receive reads from, if there is one."""
+        if receive.peer is not None:
+            return self._peers.get(receive.peer)
+        return None if receive.source is None else self._peers.current(receive.source)
 
     def _make_readable(self, receive: KVReceive, out: Effects) -> None:
         """Connect to the ranks that will be read as soon as their process is known."""
         if receive.state is ReceiveState.DRAINING:
             return
-        if receive.peer is None:
-            peer = self._peers.current(receive.source)
-        else:
-            peer = self._peers.get(receive.peer)
+        peer = self._peer_of(receive)
         if peer is None:
             return
         failure = self._peers.refusal_of(peer)
@@ -283,11 +302,8 @@ class KVReceives:
         self._tombstones.bury(key, declined)
         out.send(peer, declined)
 
-    def next_ticket(self) -> int:
-        return next(self._tickets)
-
     def _take_ticket(self, key: Key) -> int:
-        ticket = self.next_ticket()
+        ticket = next(self._tickets)
         self._readers[ticket] = key
         return ticket
 

@@ -17,9 +17,8 @@ import zmq
 from baton.kv_transfer.agent import AgentTurns
 from baton.kv_transfer.bookkeeping import ReaderLease, Tombstones
 from baton.kv_transfer.interfaces import Effects, PrefixWanted
-from baton.kv_transfer.receive import BlockRangeReads, KVReceive
+from baton.kv_transfer.receive import KVReceive
 from baton.kv_transfer.stores import FolderStore
-from baton.kv_transfer.tier_loads import TierLoads, _Load
 from baton.node import loop
 from baton.node import router_channel as registration
 from baton.node import sockets as node_sockets
@@ -66,8 +65,8 @@ def _finish_at_once(receive: KVReceive, failure: object, out: object) -> None:
     receive._finish(out)  # type: ignore[arg-type]
 
 
-def _any_rank_has_all(reads: BlockRangeReads, num_ranges: int) -> bool:
-    return num_ranges in reads.num_posted and not reads.outstanding
+def _any_rank_has_all(receive: KVReceive) -> bool:
+    return len(receive._block_ranges) in receive._num_posted and not receive._outstanding
 
 
 def _release_first_attempts(node: Node, key: object) -> bool:
@@ -144,6 +143,7 @@ def _take_peers_for_granted(sockets: EngineSockets, info: NodeInfo) -> None:
         _DIAL(sockets, info)
 
 
+_FAIL = KVReceive._fail
 _SLICE = Sequence.slice
 _SAVE_SOME = Tiers._save_some
 _SETTLED = EngineLoop._settled
@@ -202,12 +202,11 @@ def _save_without_holding(tiers: Tiers, tier: TierIndex) -> None:
         _SAVE_SOME(tiers, tier)
 
 
-def _end_load_at_once(loads: TierLoads, load: _Load, failure: Failure, out: Effects) -> None:
-    load.failure = failure
-    for ticket in load.reads:
-        del loads._of_ticket[ticket]
-    load.reads.clear()
-    loads._end_if_complete(load, out)
+def _end_load_at_once(receive: KVReceive, failure: Failure, out: Effects) -> None:
+    if receive.source is None:
+        _finish_at_once(receive, failure, out)
+    else:
+        _FAIL(receive, failure, out)
 
 
 def _take_another_slot(tier: TierIndex) -> int:
@@ -221,7 +220,7 @@ def _sum_the_bytes_alone(_store: FolderStore, _block_hash: bytes, block: memoryv
 
 MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     "free blocks before their reads have ended": ((KVReceive, "_fail", _finish_at_once),),
-    "wait for the reads of one rank": ((BlockRangeReads, "have_all", _any_rank_has_all),),
+    "wait for the reads of one rank": ((KVReceive, "_have_all_ranges", _any_rank_has_all),),
     "ignore the epoch of heartbeats and Ready": ((Registry, "_node", _any_epoch),),
     "accept reads after their lease": LEASES,
     "ignore generations, too": (*LEASES, (SimShm, "is_stale", lambda *_: False)),
@@ -269,7 +268,7 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     "save more blocks than a folder may have": ((TierIndex, "take_slot", _take_another_slot),),
     "serve damaged blocks": ((FolderStore, "_checksum", lambda *_: 0),),
     "serve what another hash names": ((FolderStore, "_checksum", _sum_the_bytes_alone),),
-    "compute where a late load still lands": ((TierLoads, "_fail", _end_load_at_once),),
+    "compute where a late load still lands": ((KVReceive, "_fail", _end_load_at_once),),
     "end for want of memory": ((dialer, "_why_unsent", _raise_other_errors),),
     "end for want of descriptors": ((EngineSockets, "_dial", _take_peers_for_granted),),
     "tell the time by the wall clock": ((Process, "clock", _wall_clock),),
