@@ -31,7 +31,7 @@ def admit(requests: Requests, now_s: float, num_running: int, num_growing: int) 
     """
     pool = requests.pool
     for request in list(islice(requests.line, MAX_PASSING + 1)):
-        if num_running + len(requests.computing) >= requests.limits.max_num_seqs:
+        if num_running + len(requests.admitted) >= requests.limits.max_num_seqs:
             return
         if _lacks_too_much(requests, request):
             requests.fail(request, _not_cached())

@@ -77,7 +77,7 @@ class DecodeScheduler:
         if request.peer is None:
             self.requests.line.add(now_s, request)
         else:
-            request.is_handed_over = True
+            request.has_handoff = True
             self.outputs.to_connector.append(Expect(request.key, request.peer))
 
     def cancel(self, origin: Origin, keys: tuple[Key, ...]) -> None:
@@ -97,7 +97,7 @@ class DecodeScheduler:
         match report:
             case Offered():
                 self._offered(now_s, report)
-            case KVReceived(key=key) if self.requests.prompts[key].is_handed_over:
+            case KVReceived(key=key) if self.requests.prompts[key].has_handoff:
                 self._received(now_s, report)
             case PrefixWanted():
                 self._prefixes.wanted(report)
@@ -125,7 +125,7 @@ class DecodeScheduler:
 
     def _received(self, now_s: float, report: KVReceived) -> None:
         request = self.requests.prompts[report.key]
-        request.is_handed_over = False
+        request.has_handoff = False
         if request.is_ended:  # its blocks came while the cancel was on its way
             self.requests.release_if_idle(request)
             return
@@ -163,7 +163,7 @@ class DecodeScheduler:
         admit(self.requests, now_s, len(self._num_running), num_growing)
         computing = [
             request
-            for request in self.requests.computing.values()
+            for request in self.requests.admitted.values()
             if request.is_computed_here and request.read is None
         ]
         slices = self._decode_slices(num_slots - len(computing))

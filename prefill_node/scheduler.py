@@ -78,7 +78,7 @@ class PrefillScheduler:
         # cancel.
         lost = NodeError("the prefill node lost the channel to its router").to_failure()
         for request in self.requests.of_router(origin):
-            if request in self.requests.line or request.key in self.requests.computing:
+            if request in self.requests.line or request.key in self.requests.admitted:
                 self.requests.end(request, lost)
             else:
                 # The channel may have broken here alone, so decode must get the blocks.
@@ -99,7 +99,7 @@ class PrefillScheduler:
 
     def _offer_ended(self, report: Released | OfferBroken) -> None:
         request = self.requests.prompts[report.key]
-        request.is_handed_over = isinstance(report, OfferBroken)
+        request.has_handoff = isinstance(report, OfferBroken)
         if request.is_ended:
             self.requests.release_if_idle(request)
             return
@@ -143,7 +143,7 @@ class PrefillScheduler:
         return self.requests.loras()
 
     def load(self) -> Load:
-        return load_of(self.pool, len(self.requests.computing), len(self.requests.line))
+        return load_of(self.pool, len(self.requests.admitted), len(self.requests.line))
 
     def in_progress(self) -> dict[Origin, list[Key]]:
         return self.requests.in_progress()
@@ -157,7 +157,7 @@ class PrefillScheduler:
         that those are here in time.
         """
         budget = self.limits.max_num_batched_tokens
-        ready = [request for request in self.requests.computing.values() if request.is_ready]
+        ready = [request for request in self.requests.admitted.values() if request.is_ready]
         tokens = sum(request.prompt.num_unplanned_tokens for request in ready)
         for request in list(self.requests.line):
             is_early = tokens >= budget
@@ -177,7 +177,7 @@ class PrefillScheduler:
             return False
         prompt = request.prompt
         if request.peer is not None:
-            request.is_handed_over = True
+            request.has_handoff = True
             offer = Offer(request.key, request.peer, prompt.num_tokens, len(prompt.blocks))
             self.outputs.to_connector.append(offer)
             self._announce(request)
@@ -190,7 +190,7 @@ class PrefillScheduler:
 
         The blocks of the state come last.
         """
-        if not request.is_handed_over:
+        if not request.has_handoff:
             return
         prompt = request.prompt
         end = prompt.num_computed_tokens // self.pool.block_size
@@ -214,8 +214,8 @@ class PrefillScheduler:
         times = request.times(now_s)
         num_tokens = request.prompt.num_tokens
         self.outputs.send(request.origin, FirstTokens(request.key, num_tokens, tokens, times))
-        if request.is_handed_over:
-            del self.requests.computing[request.key]
+        if request.has_handoff:
+            del self.requests.admitted[request.key]
             self.outputs.to_connector.append(End(request.key, tokens, request.num_cached_tokens))
         else:
             self.requests.end(request, None)

@@ -68,9 +68,10 @@ class Request:
     prefix_read_s: float = 0.0
     pooled: bytes = b""  # of the rows that are computed, as `pooling` makes it
     num_announced_blocks: int = 0
-    is_handed_over: bool = False  # the connector has its handoff, which has not ended
+    has_handoff: bool = False  # at the connector, which has not ended it
     is_ended: bool = False  # its blocks follow when no step, read or peer needs them
-    tails: list[int] = field(default_factory=list)  # blocks for copies of a partial last block
+    # Blocks for the copies of a partial last block and of the state that further choices get.
+    tails: list[int] = field(default_factory=list)
     prompt: "Sequence" = field(init=False)
     sequences: "dict[int, Sequence]" = field(default_factory=dict)  # those that run, by choice
 
@@ -114,7 +115,7 @@ class Request:
     @property
     def is_idle(self) -> bool:
         """Return whether no step, read or peer needs the blocks of the prompt."""
-        return self.prompt.is_idle and self.read is None and not self.is_handed_over
+        return self.prompt.is_idle and self.read is None and not self.has_handoff
 
     def uses(self, message: Prefill | Decode) -> bool:
         """Return whether a sequence of this request has a key that the message is to have."""

@@ -65,7 +65,8 @@ class Requests:
         )
         self.line = WaitingLine(limits.engine.scheduling_policy)
         self.prompts: dict[Key, Request] = {}  # until they are given back or their choices run
-        self.computing: dict[Key, Request] = {}  # of them, those that have blocks, in order
+        # Those of them that got blocks, in order, until they are computed, received or ended.
+        self.admitted: dict[Key, Request] = {}
         self.step_id = 0
         self._give_up = give_up
         self._leave = leave
@@ -123,8 +124,8 @@ class Requests:
             return
         request.is_ended = True
         self.line.discard(request)
-        self.computing.pop(request.key, None)
-        if request.is_handed_over and why is not None:
+        self.admitted.pop(request.key, None)
+        if request.has_handoff and why is not None:
             self.outputs.to_connector.append(self._give_up(request.key, why))
         if request.read is not None:
             self.reads.abandon(request, why)
@@ -146,7 +147,7 @@ class Requests:
 
     def take_prompt(self, key: Key) -> Request:
         """Return a request whose choices begin, with the blocks that they take over."""
-        self.computing.pop(key, None)
+        self.admitted.pop(key, None)
         return self.prompts.pop(key)
 
     def on_report(self, now_s: float, report: SharedReport) -> None:
@@ -189,7 +190,7 @@ class Requests:
         request.num_cached_tokens = num_cached * self.pool.block_size
         request.admitted_s = now_s
         self.line.discard(request)
-        self.computing[request.key] = request
+        self.admitted[request.key] = request
         if is_computed:
             prompt.start_at(
                 request.num_cached_tokens, repeats_last=self.limits.engine.has_draft_head
@@ -247,7 +248,7 @@ class Requests:
     def in_progress(self) -> dict[Origin, list[Key]]:
         """Return the prompts that wait for nothing but this node, by router."""
         keys: dict[Origin, list[Key]] = {}
-        for request in (*self.line, *self.computing.values()):
+        for request in (*self.line, *self.admitted.values()):
             keys.setdefault(request.origin, []).append(request.key)
         return keys
 
@@ -257,7 +258,7 @@ class Requests:
     # --- inside --------------------------------------------------------------------------------
 
     def _of(self, request_id: RequestId) -> list[Request]:
-        """Return the attempts at a request that have not ended, in order of arrival."""
+        """Return the attempts at a request that this node still holds, in order of arrival."""
         return list(self._by_id.get(request_id, {}).values())
 
     def _uses(self, message: Prefill | Decode) -> bool:
@@ -280,7 +281,7 @@ class Requests:
         if request.read is not None:
             goes_on = self.reads.ended(now_s, request, report)
         else:
-            request.is_handed_over = False
+            request.has_handoff = False
             request.prompt.forget_blocks(report.quarantined)
         if request.is_ended:
             self.release_if_idle(request)

@@ -255,7 +255,7 @@ class SimNode(Member):
         else:
             held = {
                 "waiting": [request.key for request in scheduler.requests.line],
-                "computing": scheduler.requests.computing,
+                "computing": scheduler.requests.admitted,
                 "held": scheduler.requests.prompts,
             }
         known = (
@@ -281,7 +281,7 @@ class SimNode(Member):
     @property
     def longest_prefix_wait_s(self) -> float:
         """Return how long a prompt has waited for blocks of another node, while it had others."""
-        waiting = [request.read for request in self.scheduler.requests.computing.values()]
+        waiting = [request.read for request in self.scheduler.requests.admitted.values()]
         reads = [
             read for read in waiting if read is not None and len(read.landing) <= self.pool.num_free
         ]
