@@ -264,7 +264,9 @@ class Worker(Generic[J, R]):
 # --- the process --------------------------------------------------------------------------------
 
 
-def serve(descriptor: int, kind: type[J], answer: Callable[[J], object]) -> None:
+def serve(
+    descriptor: int, decoder: msgspec.msgpack.Decoder[J], answer: Callable[[J], object]
+) -> None:
     """Fork for each job that the router hands over, until the router closes its end.
 
     `answer` returns the reply to a job, or raises a `BatonError`.
@@ -278,7 +280,6 @@ def serve(descriptor: int, kind: type[J], answer: Callable[[J], object]) -> None
     signal.signal(signal.SIGCHLD, _ignore)
     signal.set_wakeup_fd(woken.fileno())
     wake.setblocking(False)
-    decoder = msgspec.msgpack.Decoder(kind)
     poll = select.poll()
     poll.register(control, select.POLLIN)
     poll.register(wake, select.POLLIN)

@@ -19,41 +19,33 @@ def digest_of(token_ids: Sequence[int], digest: int = 0) -> int:
 
 
 class ReceivedPart(msgspec.Struct, frozen=True):
-    """What the client has of one choice."""
+    """What the client has of one choice, and how much of that has been computed again."""
 
     num_tokens: int = 0
     has_begun: bool = False  # it has the event that opens the choice
     has_ended: bool = False  # it has the event with the finish reason
     digest: int = 0  # of its tokens, by `digest_of`
-
-
-class PassingOver:
-    """Takes the tokens of one choice that the client has out of those that are computed again."""
-
-    __slots__ = ("_digest", "_num_left", "part")
-
-    def __init__(self, part: ReceivedPart) -> None:
-        self.part = part
-        self._num_left = part.num_tokens
-        self._digest = 0
+    num_again: int = 0
+    digest_again: int = 0
 
     @property
-    def is_over(self) -> bool:
+    def is_passed(self) -> bool:
         """Return whether the client has none of the tokens that follow."""
-        return self._num_left == 0
+        return self.num_again == self.num_tokens
 
-    def take(self, token_ids: list[int], *, is_end: bool) -> list[int]:
-        """Return those of the next tokens that the client has.
+    def passing(self, token_ids: list[int], *, is_end: bool) -> "ReceivedPart":
+        """Return the part once these tokens, too, have been computed again.
 
-        `is_end` says that no token follows. Raises `RequestError` if the client has other tokens.
+        Those behind its own are not counted. `is_end` says that no token follows. Raises
+        `RequestError` if the client has other tokens.
         """
-        again = token_ids[: self._num_left]
-        self._num_left -= len(again)
-        self._digest = digest_of(again, self._digest)
-        has_other = self._num_left == 0 and self._digest != self.part.digest
-        if has_other or (is_end and self._num_left):
+        again = token_ids[: self.num_tokens - self.num_again]
+        num_again = self.num_again + len(again)
+        digest = digest_of(again, self.digest_again)
+        is_passed = num_again == self.num_tokens
+        if (is_passed and digest != self.digest) or (is_end and not is_passed):
             raise changed()
-        return again
+        return msgspec.structs.replace(self, num_again=num_again, digest_again=digest)
 
 
 def changed() -> RequestError:

@@ -14,7 +14,7 @@ from itertools import islice
 from baton.protocol.errors import BatonError, Cancelled, RequestError
 from baton.protocol.messages import FinishReason, TokenLogprobs
 from baton.protocol.sampling import SamplingParams
-from baton.router.core.received import PassingOver, ReceivedPart, changed
+from baton.router.core.received import ReceivedPart, changed
 from baton.router.outputs import (
     CompletionOutput,
     Logprob,
@@ -48,10 +48,10 @@ class RequestStream:
         "_has_changed",
         "_on_close",
         "_packed_prompt",
-        "_passing_over",
         "_prompt_logprobs",
         "_prompt_rows",
         "_prompt_token_ids",
+        "_received",
         "_sink",
         "finished",
         "metrics",
@@ -87,8 +87,8 @@ class RequestStream:
         self._prompt_logprobs: PromptScores | None = None
         self._prompt_rows = b""  # of `PromptLogprobs`, before the first delta
         self.pooled = b""  # of `Pooled`, at the end, if no tokens are wanted
-        self._passing_over = {
-            choice: PassingOver(part)
+        self._received = {
+            choice: part
             for choice, part in enumerate(received)
             if part.num_tokens or part.has_ended
         }
@@ -241,7 +241,7 @@ class RequestStream:
         """Pass on new tokens. Return True if a stop string ends the choice early."""
         if self.finished:
             return False
-        if self._passing_over and choice in self._passing_over:
+        if self._received and choice in self._received:
             num_passed = self._pass_over(choice, token_ids, is_end=finish_reason is not None)
             if num_passed is None:
                 return finish_reason is None and not self.finished
@@ -273,25 +273,27 @@ class RequestStream:
         Return None if nothing of the choice is to follow: the caller has its end, or has begun with
         other tokens, which ends this request.
         """
-        passing = self._passing_over[choice]
+        before = self._received[choice]
         try:
-            again = passing.take(token_ids, is_end=is_end)
+            part = before.passing(token_ids, is_end=is_end)
         except RequestError as error:
             self._fail(error)
             return None
-        if again:
-            delta = self._detokenizers[choice].push(again)
-            self.metrics.received(len(again))
+        num_passed = part.num_again - before.num_again
+        self._received[choice] = part
+        if num_passed:
+            delta = self._detokenizers[choice].push(token_ids[:num_passed])
+            self.metrics.received(num_passed)
             is_stopped = delta is not None and delta.finish_reason is not None
-            if is_stopped and not passing.part.has_ended:
+            if is_stopped and not part.has_ended:
                 self._fail(changed())
                 return None
-        if not passing.is_over:
-            return len(again)
-        if passing.part.has_ended:
+        if not part.is_passed:
+            return num_passed
+        if part.has_ended:
             return None
-        del self._passing_over[choice]
-        return len(again)
+        del self._received[choice]
+        return num_passed
 
     @property
     def tokens_per_choice(self) -> float:

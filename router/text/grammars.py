@@ -300,4 +300,4 @@ _GRAMMARS: Mapping[str, Callable[[str], str]] = {
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]), Form, _checked)
+    serve(int(sys.argv[1]), msgspec.msgpack.Decoder(Form), _checked)

@@ -38,7 +38,7 @@ from baton.protocol.messages import NodeInfo, Offered
 from baton.router.core import node_link, registry
 from baton.router.core.admission import Admission
 from baton.router.core.node_link import NodeLink
-from baton.router.core.received import PassingOver
+from baton.router.core.received import ReceivedPart
 from baton.router.core.registry import Node, Registry
 from baton.router.core.stream import RequestStream
 from baton.router.http.api import large_bodies
@@ -86,10 +86,9 @@ def _drop_open(sockets: EngineSockets, peer: PeerName) -> None:
         sockets._channels.unwatch(dialer.fileno())
 
 
-def _any_tokens(passing: PassingOver, token_ids: list[int], *, is_end: bool) -> list[int]:
-    again = token_ids[: passing._num_left]
-    passing._num_left = 0 if is_end else passing._num_left - len(again)
-    return again
+def _any_tokens(part: ReceivedPart, token_ids: list[int], *, is_end: bool) -> ReceivedPart:
+    num_again = min(part.num_again + len(token_ids), part.num_tokens)
+    return msgspec.structs.replace(part, num_again=part.num_tokens if is_end else num_again)
 
 
 def _pass_none(*_: object, **__: object) -> int:
@@ -225,7 +224,7 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     "accept reads after their lease": LEASES,
     "ignore generations, too": (*LEASES, (SimShm, "is_stale", lambda *_: False)),
     "cache blocks before they are whole": ((Sequence, "store_prefix", _store_all),),
-    "go on from other tokens than the client's": ((PassingOver, "take", _any_tokens),),
+    "go on from other tokens than the client's": ((ReceivedPart, "passing", _any_tokens),),
     "take tokens that the client has for new ones": ((RequestStream, "_pass_over", _pass_none),),
     "have no tombstones": (
         (Tombstones, "answer", _nothing),

@@ -6,6 +6,8 @@ import sys
 import time
 from typing import NoReturn
 
+import msgspec
+
 from baton.protocol.errors import RequestError
 from baton.router.worker import serve
 
@@ -38,4 +40,4 @@ def burn() -> NoReturn:
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]), str, answer)
+    serve(int(sys.argv[1]), msgspec.msgpack.Decoder(str), answer)

@@ -6,7 +6,7 @@ import pytest
 
 from baton.protocol.errors import NodeError, RequestError
 from baton.protocol.messages import FinishReason
-from baton.router.core.received import PassingOver, ReceivedPart, digest_of
+from baton.router.core.received import ReceivedPart, digest_of
 from baton.router.core.stream import RequestStream
 from baton.router.http.api.event_ids import MAX_CHOICES, EventIds, ResumePoint
 from baton.router.http.api.openai_chunks import ChunkEvents, ResponseWriter, ShownPrompt
@@ -82,13 +82,14 @@ def test_the_packed_prompts_a_prompt_come_again_only_to_who_has_nothing(is_chat)
 def test_tokens_are_passed_over_however_they_come_and_others_are_noticed():
     part = ReceivedPart(3, True, False, digest_of([5, 6, 7]))
     for cuts in ([[5, 6, 7], [8]], [[5], [], [6, 7, 8]], [[5, 6], [7], [8]], [[5, 6, 7, 8]]):
-        passing = PassingOver(part)
-        passed = [passing.take(tokens, is_end=False) for tokens in cuts]
-        assert [token for tokens in passed for token in tokens] == [5, 6, 7]
-        assert passing.is_over
+        passing = part
+        for tokens in cuts:
+            assert not passing.is_passed or tokens == [8]
+            passing = passing.passing(tokens, is_end=False)
+        assert passing.is_passed
     for tokens, is_end in (([5, 6, 8], False), ([5, 6], True), ([], True)):
         with pytest.raises(RequestError) as error:
-            PassingOver(part).take(tokens, is_end=is_end)
+            part.passing(tokens, is_end=is_end)
         assert error.value.code == "stream_changed"
 
 
