@@ -28,10 +28,11 @@ from baton.router.http.api.tokens import DetokenizeBody, TokenizeBody
 from baton.router.http.auth import TENANT, Access, Cors, refuse_pages
 from baton.router.http.connections import Bodies, Connection, connection_of
 from baton.router.http.errors import error_of, retry_headers
-from baton.router.http.handlers import Handlers, request_id_of
+from baton.router.http.handlers import Handlers
 from baton.router.http.metrics import HttpMetrics
 from baton.router.http.request_log import RUNNING, RequestLog, Tracer
 from baton.router.http.status import StatusPage, named_nodes
+from baton.router.http.submission import request_id_of
 from baton.router.text.chat_template import ChatTemplate
 from baton.router.text_router import TextRouter
 from baton.runtime.log import clip, logger

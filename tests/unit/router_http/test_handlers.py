@@ -11,7 +11,7 @@ from baton.protocol.errors import Overloaded, RequestError
 from baton.protocol.sampling import Scope
 from baton.router.core.received import digest_of
 from baton.router.core.stream import RequestStream
-from baton.router.http import handlers
+from baton.router.http import submission
 from baton.router.http.request_log import Running
 from baton.router.text.chat_template import ChatTemplate
 from tests.support.http_bench import (
@@ -146,7 +146,7 @@ async def test_the_packed_prompts_prompts_come_on_request(bench):
     many = {"prompt": [[5] * 90] * 100, "n": 10, "return_token_ids": True}
     assert (await bench.post(many)).status == 200
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(handlers, "MAX_SHOWN_IDS", 90_000 - 1)
+        patch.setattr(submission, "MAX_SHOWN_IDS", 90_000 - 1)
         refused = await bench.post(many)
     assert (refused.status, refused.error["param"]) == (400, "return_token_ids")
 

@@ -16,7 +16,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.router.http.handlers import request_id_of
+from baton.router.http.submission import request_id_of
 from tests.support.http_bench import HttpBench, ScriptedEngine, well
 
 RESPONSE = re.compile(rb"HTTP/1\.[01] (\d{3})[^\n]*\n((?:[^\r\n]+\r\n)*)\r\n")
