@@ -3,8 +3,8 @@
 The deltas join to the text of all tokens up to the first stop, for any grouping of tokens into
 pushes. The decoder of almost every model maps each token to bytes and joins them: byte-level BPE
 (Llama 3, Qwen, DeepSeek) and SentencePiece with byte fallback (Llama 2, Mistral, Gemma). For these
-a table is made once, and a token costs a look-up. Any other decoder decodes a short window of
-tokens per token.
+a table is made once, and a token costs a look-up. Decoders of whole characters use the library's
+own stream, and any other decodes a short window of tokens per token.
 """
 
 import codecs
@@ -14,6 +14,7 @@ from functools import partial
 
 import msgspec
 from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 from baton.protocol.messages import FinishReason
 from baton.protocol.sampling import SamplingParams
@@ -252,6 +253,7 @@ class WindowDecoding(msgspec.Struct, frozen=True):
     """The slow way, for decoders that no table describes."""
 
     tokenizer: Tokenizer
+    has_whole_characters: bool  # in each token
 
     def spell(self, skip_special: bool, token_id: int) -> tuple[str, bytes]:
         """Return the text of a token, and the bytes that it adds to a response."""
@@ -262,8 +264,30 @@ class WindowDecoding(msgspec.Struct, frozen=True):
             return text, byte or visible.encode()
         return text, visible.encode()
 
-    def stream(self, prompt_token_ids: Sequence[int], skip_special: bool) -> "WindowStream":
+    def stream(self, prompt_token_ids: Sequence[int], skip_special: bool) -> "TextStream":
+        if self.has_whole_characters:
+            return LibraryStream(self, prompt_token_ids, skip_special)
         return WindowStream(self, prompt_token_ids, skip_special)
+
+
+class LibraryStream:
+    """The stream of the tokenizers library, which may lose text where characters are broken."""
+
+    __slots__ = ("_stream", "_tokenizer", "spell")
+
+    def __init__(
+        self, decoding: WindowDecoding, prompt_token_ids: Sequence[int], skip_special: bool
+    ) -> None:
+        self.spell = partial(decoding.spell, skip_special)
+        self._tokenizer = decoding.tokenizer
+        context = list(prompt_token_ids[-_TOKENS_OF_CONTEXT:])
+        self._stream = DecodeStream(context, skip_special)
+
+    def feed(self, token_id: int) -> str:
+        return self._stream.step(self._tokenizer, token_id) or ""
+
+    def flush(self) -> str:
+        return ""  # no token waits for the rest of a character
 
 
 class WindowStream:
@@ -311,11 +335,11 @@ class WindowStream:
 
 
 Decoding = TokenTable | WindowDecoding
-TextStream = TableStream | WindowStream
+TextStream = TableStream | LibraryStream | WindowStream
 
 
 def decoding_of(tokenizer: Tokenizer) -> Decoding:
-    """Return a table if the decoder is known to be one, else a window."""
+    """Return a table if the decoder is known to be one."""
     decoder = tokenizer.decoder
     state = {} if decoder is None else json.loads(decoder.__getstate__())
     match state.get("decoders") or [state]:
@@ -332,7 +356,13 @@ def decoding_of(tokenizer: Tokenizer) -> Decoding:
                     return _table(tokenizer, _sentencepiece_bytes, strip_first=0)
                 case [{"type": "Strip", "content": " ", "start": int(start), "stop": 0}]:
                     return _table(tokenizer, _sentencepiece_bytes, strip_first=start)
-    return WindowDecoding(tokenizer)
+    return WindowDecoding(tokenizer, _has_whole_characters(tokenizer, state.get("type")))
+
+
+def _has_whole_characters(tokenizer: Tokenizer, kind: str | None) -> bool:
+    """Return whether no token of this kind of decoder looks like a part of a character."""
+    tokens = tokenizer.get_vocab(with_added_tokens=True)
+    return kind in ("Metaspace", "WordPiece") and not any(REPLACEMENT in token for token in tokens)
 
 
 def _table(tokenizer: Tokenizer, to_bytes: Callable[[str], bytes], strip_first: int) -> TokenTable:

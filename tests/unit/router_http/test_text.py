@@ -9,7 +9,7 @@ from llguidance import LLTokenizer
 
 from baton.protocol.errors import ConfigError, RequestError
 from baton.protocol.sampling import SamplingParams
-from baton.router.text.detokenizer import TokenTable, decoding_of
+from baton.router.text.detokenizer import LibraryStream, TokenTable, WindowStream, decoding_of
 from baton.router.text.tokenizer import Text
 from tests.support.small_tokenizers import (
     END,
@@ -113,6 +113,31 @@ def test_the_token_that_ends_a_sequence_has_no_text_unless_asked_for():
     assert delta.stop_reason == world
     included = SamplingParams(stop_token_ids=[world], include_stop_str_in_output=True)
     assert text.detokenizer([1], included).push([hello, world], "stop").text == "hello world"
+
+
+@pytest.mark.parametrize("family", ["metaspace", "word_piece"])
+@given(data=st.data())
+def test_the_library_s_stream_says_what_a_window_of_tokens_says(family, data):
+    """Also of ids that no text has in that order, and of rows without a token."""
+    tokenizer = small_tokenizer(family)
+    decoding = decoding_of(tokenizer)
+    ids = st.lists(st.integers(0, tokenizer.get_vocab_size() + 3), max_size=20)
+    prompt = data.draw(ids)
+    token_ids = data.draw(ids)
+    for skip in (True, False):
+        streams = [kind(decoding, prompt, skip) for kind in (LibraryStream, WindowStream)]
+        ours, theirs = (
+            "".join([stream.feed(token_id) for token_id in token_ids]) + stream.flush()
+            for stream in streams
+        )
+        assert ours == theirs
+
+
+def test_a_token_that_looks_like_a_part_of_a_character_needs_a_window():
+    tokenizer = small_tokenizer("metaspace")
+    assert isinstance(decoding_of(tokenizer).stream((), True), LibraryStream)
+    tokenizer.add_tokens(["\ufffd"])
+    assert isinstance(decoding_of(tokenizer).stream((), True), WindowStream)
 
 
 def test_known_decoders_need_no_tokenizer_per_token():
