@@ -9,7 +9,7 @@ import msgspec
 from baton.protocol.errors import Failure
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import FinishReason, StageTimes
-from baton.router.core.request import Attempt, NodesSelected, ServedBy
+from baton.router.core.request import Attempt, Selection, ServedBy
 
 StopReason = str | int | None
 # As clients get it; nodes only know `FinishReason`.
@@ -139,7 +139,7 @@ class RequestMetrics:
         if len(self.attempts) > MAX_ATTEMPTS_KEPT:
             del self.attempts[1]
 
-    def placed(self, attempt: Attempt, selected: NodesSelected) -> None:
+    def placed(self, attempt: Attempt, selected: Selection) -> None:
         """Record the nodes of an attempt, which has got them."""
         if self.num_attempts == 0:
             self.router_queue_s = attempt.placed_at_s or 0.0

@@ -31,7 +31,7 @@ from baton.protocol.sampling import (
 )
 from baton.router.core.policy import CheapestPair
 from baton.router.core.registry import Registry
-from baton.router.core.request import ANYONE, NodesSelected, SelectNodes, Tenant
+from baton.router.core.request import ANYONE, Selection, Tenant
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 MAX_RETRY_AFTER_S = 60.0
@@ -80,7 +80,7 @@ class Share:
 
     tenant: Tenant
     due: float  # the virtual time of its next attempt
-    attempts: dict[Key, SelectNodes] = field(default_factory=dict)
+    attempts: dict[Key, Selection] = field(default_factory=dict)
     num_tokens: int = 0  # of their prompts
 
     def fill(self, max_queued: int, num_more: int = 0, more_tokens: int = 0) -> float:
@@ -101,11 +101,11 @@ class FairQueue:
     """
 
     def __init__(self) -> None:
-        self.attempts: dict[Key, SelectNodes] = {}  # of all, in the order of their arrival
+        self.attempts: dict[Key, Selection] = {}  # of all, in the order of their arrival
         self._shares: dict[str, Share] = {}
         self._virtual = 0.0  # when the last attempt that got nodes was due
 
-    def add(self, selection: SelectNodes) -> None:
+    def add(self, selection: Selection) -> None:
         share = self._shares.get(selection.tenant.name)
         if share is None:
             self._forget_idle()
@@ -115,7 +115,7 @@ class FairQueue:
         share.attempts[selection.key] = self.attempts[selection.key] = selection
         share.num_tokens += selection.num_tokens
 
-    def pop(self, key: Key, default: None = None) -> SelectNodes | None:
+    def pop(self, key: Key, default: None = None) -> Selection | None:
         waiting = self.attempts.pop(key, default)
         if waiting is not None:
             share = self._shares[waiting.tenant.name]
@@ -141,7 +141,7 @@ class FairQueue:
             self._virtual = max(self._virtual, share.due)
             share.due += waiting.work
 
-    def in_turn(self, blocked: Container[str]) -> Iterator[SelectNodes]:
+    def in_turn(self, blocked: Container[str]) -> Iterator[Selection]:
         """Yield the attempts as they are due, without those of `blocked` tenants.
 
         Attempts may leave, and tenants may be blocked meanwhile.
@@ -241,8 +241,8 @@ class Admission:
         self._policy = policy
         self._inflight: dict[RequestId, Tenant] = {}
         self._presence = Presence()
-        self._resumes: dict[Key, SelectNodes] = {}
-        self._again: dict[Key, SelectNodes] = {}
+        self._resumes: dict[Key, Selection] = {}
+        self._again: dict[Key, Selection] = {}
         self._fair = FairQueue()
         self._new = self._fair.attempts
         self._queues = (self._resumes, self._again, self._new)
@@ -320,7 +320,7 @@ class Admission:
         waited_s = now_s - next(iter(self._new.values())).since_s if self._new else 0.0
         return float(min(max(round(waited_s), 1), MAX_RETRY_AFTER_S))
 
-    def wait(self, now_s: float, selection: SelectNodes) -> None:
+    def wait(self, now_s: float, selection: Selection) -> None:
         """Put an attempt at the end of its queue."""
         selection.since_s = now_s
         if selection.is_resume:
@@ -341,7 +341,7 @@ class Admission:
             if (waiting := pop(key, None)) is not None:
                 self._num_tokens -= waiting.num_tokens
 
-    def take(self, now_s: float) -> Iterator[NodesSelected]:
+    def take(self, now_s: float) -> Iterator[Selection]:
         """Yield the nodes of attempts.
 
         The caller calls `selected` and reserves the load of an attempt before it takes the next.
@@ -378,14 +378,14 @@ class Admission:
         self._looked_at = self._news()
         self._looked_s = now_s
 
-    def _absent(self, selection: SelectNodes) -> frozenset[Role]:
+    def _absent(self, selection: Selection) -> frozenset[Role]:
         """Return the roles that have no node in service and are needed."""
         needed: tuple[Role, ...] = ROLES if self._config.local_prefill == "never" else ("decode",)
         if selection.is_pooled:
             needed = ("prefill",)
         return frozenset(role for role in needed if not self._registry.in_service(role))
 
-    def _in_order(self, blocked: Container[str]) -> Iterator[SelectNodes]:
+    def _in_order(self, blocked: Container[str]) -> Iterator[Selection]:
         """Yield the attempts that may get nodes. They may leave meanwhile."""
         for queue in (self._resumes, self._again):
             for key in tuple(queue):
@@ -415,7 +415,7 @@ class Admission:
 
     def take_overdue(self, now_s: float) -> list[tuple[Key, Failure]]:
         """Remove the attempts that have waited too long, and return each with the reason."""
-        late: list[SelectNodes] = []
+        late: list[Selection] = []
         for queue in self._queues:
             max_wait_s = self._config.max_queued_s
             if queue is self._resumes:
@@ -429,7 +429,7 @@ class Admission:
             self.leave(key)
         return failures
 
-    def _late(self, now_s: float, waiting: SelectNodes) -> Failure:
+    def _late(self, now_s: float, waiting: Selection) -> Failure:
         """Return why an attempt waits no longer."""
         code = "no_nodes"
         text = "no node that is in service can take this request"

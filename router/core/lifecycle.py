@@ -49,13 +49,12 @@ from baton.router.core.request import (
     NodeLost,
     NodeProcess,
     NodesNotSelected,
-    NodesSelected,
     Outcome,
     Release,
     Request,
     RequestCommand,
     RequestEvent,
-    SelectNodes,
+    Selection,
     Send,
     Tick,
     kills_nodes,
@@ -144,7 +143,7 @@ class Lifecycle:
             case Begun():
                 self._began_s = now_s
                 self._open_attempt(self.choices)
-            case NodesSelected():
+            case Selection():
                 self._on_selected(event)
             case NodesNotSelected(key=key, failure=failure):
                 if (attempt := self._attempt_of(key, AttemptState.WAITING)) is not None:
@@ -432,7 +431,7 @@ class Lifecycle:
         avoid = frozenset(one for one, at_s in self._avoided.items() if self._now_s < at_s)
         num_prompt, max_tokens = len(request.token_ids), request.sampling.max_tokens
         lora = request.sampling.lora
-        selection = SelectNodes(
+        selection = Selection(
             attempt.key,
             num_tokens,
             len(indices),
@@ -450,7 +449,7 @@ class Lifecycle:
         )
         self._out.append(selection)
 
-    def _on_selected(self, selected: NodesSelected) -> None:
+    def _on_selected(self, selected: Selection) -> None:
         nodes = {node for node in (selected.prefill_node, selected.decode_node) if node is not None}
         attempt = self._attempt_of(selected.key, AttemptState.WAITING)
         if attempt is None:  # the attempt was given up while its nodes were being chosen

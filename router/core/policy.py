@@ -17,7 +17,7 @@ from baton.protocol.ids import NodeId
 from baton.protocol.messages import Role, TierName
 from baton.router.core.pair_health import Hosts
 from baton.router.core.registry import Node, Registry
-from baton.router.core.request import NodesSelected, ReservedLoad, SelectNodes
+from baton.router.core.request import ReservedLoad, Selection
 
 # The assumed length of a response before any has ended, and the weight of the newest one.
 FIRST_OUTPUT_TOKENS = 256.0
@@ -51,13 +51,13 @@ class CheapestPair:
         """Note the length of one choice of a response."""
         self._output_tokens += OUTPUT_WEIGHT * (num_output_tokens - self._output_tokens)
 
-    def load_of(self, node: Node, selection: SelectNodes) -> ReservedLoad:
+    def load_of(self, node: Node, selection: Selection) -> ReservedLoad:
         """Return the load of an attempt at a decode node that runs it."""
         return _decode_load(
             node, selection, _likely_tokens(selection, math.ceil(self._output_tokens))
         )
 
-    def work_of(self, selection: SelectNodes) -> int:
+    def work_of(self, selection: Selection) -> int:
         """Return the tokens that an attempt will probably compute: its prompt and its output."""
         likely = _likely_tokens(selection, math.ceil(self._output_tokens))
         return selection.num_tokens + selection.num_choices * (likely - selection.num_tokens)
@@ -66,12 +66,12 @@ class CheapestPair:
         self,
         now_s: float,
         registry: Registry,
-        selection: SelectNodes,
+        selection: Selection,
         kept: Collection[NodeId] = (),
         *,
         leaves_room: bool = False,
-    ) -> NodesSelected | None:
-        """Return nodes for an attempt, or None if no node in service can take it.
+    ) -> Selection | None:
+        """Set the nodes of an attempt and return it, or None if no node in service can take it.
 
         Nodes that are `kept` for other attempts count as full. So do, for an attempt that
         `leaves_room`, nodes that have just enough of it for the attempts of others.
@@ -86,8 +86,8 @@ class CheapestPair:
         return self._choose(now_s, search, selection)
 
     def _choose(
-        self, now_s: float, search: "_PairSearch", selection: SelectNodes
-    ) -> NodesSelected | None:
+        self, now_s: float, search: "_PairSearch", selection: Selection
+    ) -> Selection | None:
         if selection.is_pooled:
             prefills = search.prefill_candidates()
             return search.selected(min(prefills)[-1], None) if prefills else None
@@ -125,7 +125,7 @@ class _PairSearch:
     def __init__(
         self,
         registry: Registry,
-        selection: SelectNodes,
+        selection: Selection,
         growth: int,
         kept: Collection[NodeId],
         *,
@@ -324,7 +324,7 @@ class _PairSearch:
         *,
         is_fallback: bool = False,
         max_uncached: int | None = None,
-    ) -> NodesSelected | None:
+    ) -> Selection | None:
         """Select the best of these nodes, to compute the prompt itself."""
         if not candidates:
             return None
@@ -338,7 +338,7 @@ class _PairSearch:
         *,
         is_fallback: bool = False,
         max_uncached: int | None = None,
-    ) -> NodesSelected:
+    ) -> Selection:
         selection = self._selection
         given: list[tuple[Node, ReservedLoad]] = []
         num_read = 0
@@ -352,18 +352,17 @@ class _PairSearch:
             given.append((prefill, ReservedLoad(num_uncached, 1, selection.is_suspect)))
         if decode is not None:
             given.append((decode, _decode_load(decode, selection, self._likely_tokens)))
-        return NodesSelected(
-            selection.key,
-            None if prefill is None else prefill.node_id,
-            None if decode is None else decode.node_id,
-            {node.node_id: node.epoch for node, _ in given},
-            max_uncached,
-            None if lender is None else lender.node_id,
-            loads=tuple([(node.node_id, load) for node, load in given]),
-            is_fallback=is_fallback,
-            full=tuple([node.node_id for node, _ in given if not self._has_room(node)]),
-            num_cached_tokens=self._cached.get(given[0][0].node_id, 0) + num_read,
-        )
+        selection.prefill_node = None if prefill is None else prefill.node_id
+        selection.decode_node = None if decode is None else decode.node_id
+        selection.epochs = {node.node_id: node.epoch for node, _ in given}
+        selection.max_uncached_tokens = max_uncached
+        selection.prefix_node = None if lender is None else lender.node_id
+        selection.loads = tuple([(node.node_id, load) for node, load in given])
+        selection.is_fallback = is_fallback
+        selection.full = tuple([node.node_id for node, _ in given if not self._has_room(node)])
+        num_cached = self._cached.get(given[0][0].node_id, 0)
+        selection.num_cached_tokens = num_cached + num_read
+        return selection
 
     def _blocks(self, num_final_tokens: int, num_choices: int) -> int:
         num_tokens = self._selection.num_tokens
@@ -386,11 +385,11 @@ def _pair_order(pair: _Pair) -> tuple[Rank, int, NodeId, NodeId]:
     return pair.rank, pair.decode.num_tokens, pair.decode.node_id, pair.prefill.node_id
 
 
-def _likely_tokens(selection: SelectNodes, growth: int) -> int:
+def _likely_tokens(selection: Selection, growth: int) -> int:
     return min(selection.num_final_tokens, selection.num_tokens + growth)
 
 
-def _decode_load(node: Node, selection: SelectNodes, likely_tokens: int) -> ReservedLoad:
+def _decode_load(node: Node, selection: Selection, likely_tokens: int) -> ReservedLoad:
     assert node.info is not None
     layout = node.info.layout
     num_choices = selection.num_choices

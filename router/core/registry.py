@@ -31,7 +31,7 @@ from baton.protocol.messages import (
 from baton.protocol.pairing import pair_problem
 from baton.router.core.cache_index import CacheIndex
 from baton.router.core.pair_health import Hosts, Pairs, hosts_of
-from baton.router.core.request import DRAINING, NodeProcess, NodesSelected, ReservedLoad
+from baton.router.core.request import DRAINING, NodeProcess, ReservedLoad, Selection
 from baton.runtime.metrics import LostNode, NodeState
 
 
@@ -430,7 +430,7 @@ class Registry:
     def reserve(self, node_id: NodeId, key: Key, load: ReservedLoad) -> None:
         self._nodes[node_id].reserve(key, load)
 
-    def note_pair(self, selected: NodesSelected) -> None:
+    def note_pair(self, selected: Selection) -> None:
         """Note that an attempt was given to a pair, whose handoff will show whether it works."""
         if selected.prefill_node is not None and selected.decode_node is not None:
             prefill = self._nodes[selected.prefill_node]

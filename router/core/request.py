@@ -88,12 +88,37 @@ class ReservedLoad(msgspec.Struct, frozen=True):
     num_blocks: int = 0  # the blocks that its sequences will probably take
 
 
-class NodesSelected(msgspec.Struct, frozen=True):
-    """The nodes of an attempt, of which at least one is set, and their load to reserve."""
+class Selection(msgspec.Struct):
+    """The nodes of one attempt: what they are selected by, and then which they are.
+
+    As a command it asks for nodes and for the reservation of its load, and it comes back as an
+    event once it has them. Otherwise `NodesNotSelected` follows. After `CancelSelection`, neither
+    may come.
+    """
 
     key: Key
-    prefill_node: NodeId | None
-    decode_node: NodeId | None
+    num_tokens: int
+    num_choices: int
+    wants_decode: bool
+    num_final_tokens: int  # the greatest length that one of its sequences can reach
+    avoid: frozenset[NodeProcess] = frozenset()  # processes that failed this request recently
+    avoid_until_s: float = 0.0  # until then, it rather waits than goes to one of those
+    is_resume: bool = False  # the caller has tokens already
+    is_suspect: bool = False  # a node has died of an error in one of its steps
+    is_remote_only: bool = False  # a decode node had less of the prompt cached than expected
+    is_pooled: bool = False  # no token is wanted, so a prefill node alone computes it
+    lora: str = ""  # an adapter of run time, which not all nodes may have
+    block_keys: tuple[BlockKey, ...] = ()  # keys of the prompt's blocks, if caches are watched
+    tenant: Tenant = ANYONE
+    # Those of the queue in which it waits.
+    since_s: float = 0.0  # when it began to wait
+    work: float = 1.0  # in tokens, per weight of its tenant
+    unplaceable_at: int = -1  # the version of the registry at which no node could take it
+    # The roles whose nodes were full when it was looked at last; None before that.
+    waits_for: frozenset[Role] | None = None
+    # The nodes that would be best now, of which at least one is set, and their load to reserve.
+    prefill_node: NodeId | None = None
+    decode_node: NodeId | None = None
     epochs: dict[NodeId, Epoch] = {}  # of both nodes
     max_uncached_tokens: int | None = None  # tokens that decode may compute if it is alone
     prefix_node: NodeId | None = None  # from which prefill may read its first tokens' blocks
@@ -156,41 +181,13 @@ NodeMessage = (
 RequestEvent = (
     NodeMessage
     | Begun
-    | NodesSelected
+    | Selection
     | NodesNotSelected
     | NodeLost
     | ChoiceStopped
     | CallerGone
     | Tick
 )
-
-
-class SelectNodes(msgspec.Struct):
-    """Find nodes for this attempt and reserve its load.
-
-    `NodesSelected` or `NodesNotSelected` follows. After `CancelSelection`, neither may come. The
-    last fields are those of the queue in which it waits.
-    """
-
-    key: Key
-    num_tokens: int
-    num_choices: int
-    wants_decode: bool
-    num_final_tokens: int  # the greatest length that one of its sequences can reach
-    avoid: frozenset[NodeProcess] = frozenset()  # processes that failed this request recently
-    avoid_until_s: float = 0.0  # until then, it rather waits than goes to one of those
-    is_resume: bool = False  # the caller has tokens already
-    is_suspect: bool = False  # a node has died of an error in one of its steps
-    is_remote_only: bool = False  # a decode node had less of the prompt cached than expected
-    is_pooled: bool = False  # no token is wanted, so a prefill node alone computes it
-    lora: str = ""  # an adapter of run time, which not all nodes may have
-    block_keys: tuple[BlockKey, ...] = ()  # keys of the prompt's blocks, if caches are watched
-    tenant: Tenant = ANYONE
-    since_s: float = 0.0  # when it began to wait
-    work: float = 1.0  # in tokens, per weight of its tenant
-    unplaceable_at: int = -1  # the version of the registry at which no node could take it
-    # The roles whose nodes were full when it was looked at last; None before that.
-    waits_for: frozenset[Role] | None = None
 
 
 class CancelSelection(msgspec.Struct, frozen=True):
@@ -253,7 +250,7 @@ class Closed(msgspec.Struct, frozen=True):
 
 
 RequestCommand = (
-    SelectNodes
+    Selection
     | CancelSelection
     | Send
     | Release

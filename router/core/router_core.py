@@ -78,7 +78,7 @@ from baton.router.core.request import (
     Request,
     RequestCommand,
     RequestEvent,
-    SelectNodes,
+    Selection,
     Send,
     Tenant,
     Tick,
@@ -399,7 +399,7 @@ class RouterCore:
                 stream.push_pooled(numbers)
             case Send(node=node, message=message):
                 self._send(node, message)
-            case SelectNodes():
+            case Selection():
                 self._queue.wait(self._now_s, command)
             case CancelSelection(key=key):
                 self._queue.leave(key)

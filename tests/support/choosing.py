@@ -6,7 +6,7 @@ from baton.protocol.ids import Key, RequestId
 from baton.protocol.messages import NodeInfo, Ready
 from baton.router.core.policy import CheapestPair
 from baton.router.core.registry import Registry
-from baton.router.core.request import ANYONE, NodeProcess, NodesSelected, SelectNodes, Tenant
+from baton.router.core.request import ANYONE, NodeProcess, Selection, Tenant
 from tests.support.scripted_nodes import BLOCK_SIZE, hello_of, node_info
 
 PAIRS = [
@@ -34,16 +34,16 @@ def place(
     wants_decode: bool = True,
     avoid: frozenset[NodeProcess] = frozenset(),
     tenant: Tenant = ANYONE,
-) -> SelectNodes:
+) -> Selection:
     key = Key(RequestId(name))
     keys = prompt_keys(range(num_tokens), BLOCK_SIZE)
-    return SelectNodes(
+    return Selection(
         key, num_tokens, 1, wants_decode, num_tokens + 10, avoid, block_keys=keys, tenant=tenant
     )
 
 
 def choose(
-    registry: Registry, attempt: SelectNodes, mode: LocalPrefill = "auto", now_s: float = 0.0
+    registry: Registry, attempt: Selection, mode: LocalPrefill = "auto", now_s: float = 0.0
 ) -> tuple[str | None, str | None] | None:
     selected = CheapestPair(mode, 32).choose(now_s, registry, attempt)
     if selected is None:
@@ -53,6 +53,6 @@ def choose(
     return selected.prefill_node, selected.decode_node
 
 
-def charge(registry: Registry, selected: NodesSelected) -> None:
+def charge(registry: Registry, selected: Selection) -> None:
     for node, amount in selected.loads:
         registry.reserve(node, selected.key, amount)
