@@ -15,9 +15,6 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 PROCESS: ContextVar["Process | None"] = ContextVar("process", default=None)
 _NOWHERE = Context()
-# What a message costs the loop that sends or handles it, on a core that is several times slower
-# than those on which a router took 20 to 35 µs for a heartbeat.
-MESSAGE_S = 100e-6
 
 
 class Process:
@@ -29,7 +26,6 @@ class Process:
         self.is_dead = self.is_frozen = False
         self.is_stalled = False  # its loop stands still, and its I/O threads work
         self.is_out_of_descriptors = self.is_out_of_memory = False
-        self.message_s = MESSAGE_S  # what one of its messages costs who handles it
         self.resumed_s = loop.time()  # when it last went on
         self._busy_until_s = 0.0
         self.clock_offset_s = clock_offset_s

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from baton.protocol.codec import to_node_codec, to_router_codec
 from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import Heartbeat, Load
-from tests.sim.clock import MESSAGE_S, Process
+from tests.sim.clock import Process
 from tests.sim.http import Exchange
 from tests.sim.members import SimNode
 from tests.sim.network import SimChannels
@@ -16,17 +16,13 @@ from tests.sim.tiers import DAMAGES, damage
 if TYPE_CHECKING:
     from tests.sim.world import World
 
-NUM_FLOODING = 3_000  # messages at once, of one peer
-FLOODING_S = (
-    8 * MESSAGE_S
-)  # for each, because one stands for eight that would take long to simulate
+NUM_FLOODING = 24_000  # messages at once, of one peer
 LARGE_BYTES = 3 << 20  # of a body
 
 
 async def flood(world: "World", _node: SimNode, router: SimRouter, _seconds: float) -> None:
     """Let a peer say more than the router can hear at once."""
     process = Process(world.loop, "flood")
-    process.message_s = FLOODING_S
     channels = SimChannels(world.network, process, lambda: None, router.keys)
     name = NodeId("flood")
     dialer = channels.dial(
