@@ -31,7 +31,6 @@ from baton.kv_transfer.interfaces import (
 from baton.node.scheduling.block_pool import BlockPool
 from baton.node.scheduling.outputs import Origin, Outputs
 from baton.node.scheduling.plan import Slice, StepPlan, StepResult
-from baton.node.scheduling.prefix_reads import PrefixOffers
 from baton.node.scheduling.request import Request, Sequence, no_token
 from baton.node.scheduling.requests import Requests
 from baton.node.scheduling.scheduler import NodeLimits, load_of
@@ -56,10 +55,10 @@ class DecodeScheduler:
         self.outputs = Outputs()
         self.requests = Requests(pool, limits, self.outputs, Abandon, self._leave)
         self.tiers = self.requests.tiers
+        self.prefetches = self.requests.prefetches
         self._running: dict[Key, Sequence] = {}  # in order of joining
         self._num_running: Counter[Key] = Counter()  # of each request
         self._leaving: dict[Key, Sequence] = {}  # ended, but still part of a launched step
-        self._prefixes = PrefixOffers(pool, self.outputs)
         self._speculation = Speculation(limits)
         self._num_launched = 0  # steps
 
@@ -86,6 +85,7 @@ class DecodeScheduler:
     def forget(self, origin: Origin) -> None:
         # To the router, which prefill may still reach, this must look like a lost node and not like
         # a cancel.
+        self.prefetches.forget(origin)
         lost = NodeError("the decode node lost the channel to its router").to_failure()
         for request in self.requests.of_router(origin):
             if request.key in self.requests.prompts:
@@ -94,17 +94,17 @@ class DecodeScheduler:
                 self._leave(request.sequences[choice])
 
     def on_report(self, now_s: float, report: ConnectorReport) -> None:
+        if self.requests.take_report(now_s, report):
+            return
         match report:
             case Offered():
                 self._offered(now_s, report)
             case KVReceived(key=key) if self.requests.prompts[key].has_handoff:
                 self._received(now_s, report)
             case PrefixWanted():
-                self._prefixes.wanted(report)
-            case Released(key=key):
-                self._prefixes.released(key)
-            case OfferBroken():
-                pass  # the blocks may not be taken back before Released
+                self.requests.prefixes.wanted(report)
+            case Released() | OfferBroken():
+                self.requests.prefixes.ended(report)
             case KVReceived() | ReceiveBroken() | ReceiveEnded() | BlocksDrained():
                 self.requests.on_report(now_s, report)
             case TierOpened() | BlocksCopied() | BlocksSaved():
@@ -156,6 +156,7 @@ class DecodeScheduler:
 
     def plan(self, now_s: float) -> StepPlan | None:
         self.tiers.write_back(now_s)
+        self.prefetches.step(now_s)
         if self._num_launched and self._speculation.is_ahead(self._running.values()):
             return None  # all take the next step together, once the tokens before it are known
         num_slots = self.limits.max_num_seqs
@@ -170,12 +171,13 @@ class DecodeScheduler:
         num_decoding = sum(part.length for part in slices)
         budget = max(self.limits.max_num_batched_tokens - num_decoding, self.pool.block_size)
         self.requests.add_chunks(slices, computing, budget, num_growing)
-        if not slices:
-            if not self._running and not computing:  # all ended before their first step
-                self.requests.copies.drop()
+        if not slices and not self._running and not computing:  # all ended before a first step
+            self.requests.copies.drop()
+        plan = self.requests.launch(slices)
+        if plan is None:
             return None
         self._num_launched += 1
-        return self.requests.launch(slices)
+        return plan
 
     def settle(self, now_s: float, plan: StepPlan, result: StepResult) -> None:
         self._num_launched -= 1
@@ -274,7 +276,7 @@ class DecodeScheduler:
         end = sequence.num_planned_tokens + self.limits.engine.has_draft_head
         if end < len(sequence.block_table) * self.pool.block_size:
             return True
-        if self.pool.num_free == 0 and not (self._leaving or self.tiers.is_copying):
+        if self.pool.num_free == 0 and not self._will_free_blocks():
             last = self.requests.line.last_of(self._running.values())
             text = "preempted: no KV block is left to grow into"
             failure = Failure("preempted", text, retryable=True, http_status=503)
@@ -285,6 +287,10 @@ class DecodeScheduler:
             return False
         sequence.block_table.extend(self.pool.allocate(1))
         return True
+
+    def _will_free_blocks(self) -> bool:
+        """Return whether blocks will be free soon although no sequence ends."""
+        return bool(self._leaving) or self.tiers.is_copying or self.prefetches.give_way()
 
     def _settle_sequence(
         self,

@@ -19,6 +19,7 @@ from baton.kv_transfer.interfaces import (
     BlocksSummed,
     ClearTier,
     ConnectorEvent,
+    DialPeers,
     Effects,
     Expect,
     FetchPrefix,
@@ -120,6 +121,10 @@ class NodeConnector:
             case PeersChanged(nodes):
                 self._peers.changed(nodes)
                 self._receives.peers_changed(out)
+            case DialPeers():
+                for peer in self._peers.all() if self._dials else ():
+                    if peer.is_listed:
+                        self._peers.dial(peer, out)
             case PeerLost(node, epoch):
                 self._lose(self._peers.get((node, epoch)), out)
             case _:

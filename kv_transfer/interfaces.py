@@ -313,6 +313,10 @@ class PeersChanged(msgspec.Struct, frozen=True):
     nodes: tuple[NodeInfo, ...]
 
 
+class DialPeers(msgspec.Struct, frozen=True):
+    """A prefill node is to dial every listed peer, so that each can read from it."""
+
+
 class PeerLost(msgspec.Struct, frozen=True):
     """The control channel to this process broke, or the router declared it dead."""
 
@@ -408,6 +412,7 @@ class Abandon(msgspec.Struct, frozen=True):
 
 ConnectorEvent = (
     PeersChanged
+    | DialPeers
     | PeerLost
     | FromPeer
     | FromRank

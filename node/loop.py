@@ -12,6 +12,7 @@ from typing import assert_never
 from baton.kv_transfer.connector import NodeConnector
 from baton.kv_transfer.interfaces import (
     ConnectorEvent,
+    DialPeers,
     FromPeer,
     FromRank,
     PeerLost,
@@ -21,6 +22,7 @@ from baton.kv_transfer.interfaces import (
 )
 from baton.node.adapters import AdapterSlots
 from baton.node.executor import RANK_KILLED, Executor
+from baton.node.hand_over import CacheHandOver
 from baton.node.records import Draining, EventRing, NodeObserver, Turned
 from baton.node.scheduling.outputs import NO_ROUTER, Origin
 from baton.node.scheduling.plan import StepPlan, StepResult
@@ -34,10 +36,13 @@ from baton.protocol.messages import (
     Drain,
     DrainState,
     Failed,
+    HandedOver,
     InProgress,
     ListAdapters,
     LoadAdapter,
     Peers,
+    Prefetch,
+    Prefetched,
     Prefill,
     Profile,
     Refused,
@@ -83,6 +88,8 @@ class StepForecast:
         return max(known[smaller], min(COLD_STEP_S, known[smaller] * (1 << (size - smaller))))
 
     def learn(self, plan: StepPlan, result: StepResult) -> None:
+        if not plan.slices:
+            return
         took_s = result.ended_s - result.started_s
         size = _size(plan)
         known_s = self._seconds.get(size, took_s)
@@ -108,6 +115,7 @@ class EngineLoop:
         observer: NodeObserver,
         clock: Callable[[], float],
     ) -> None:
+        self._hand_over = CacheHandOver(scheduler.pool, scheduler.tiers)
         self.scheduler = scheduler
         self.executor = executor
         self.connector = connector
@@ -136,6 +144,7 @@ class EngineLoop:
         # The clock is read after the messages arrived; otherwise leases that they renew would end
         # early.
         now_s = self._clock()
+        self.scheduler.pool.cache.tick(now_s)
         is_quiet = self._wake_s > now_s and self._is_idle
         self.ring.begin_turn()
         for event in events:
@@ -146,6 +155,8 @@ class EngineLoop:
             self._load_adapters(now_s)
         self._connect(now_s)
         self._launch(now_s)
+        if self._is_draining:
+            self._hand_cache_over(now_s)
         self._send(now_s)
         if self.ring.is_turn_empty and not is_quiet:
             self.ring.record(now_s, Turned())
@@ -158,10 +169,22 @@ class EngineLoop:
         self._is_idle = not (load.num_running or load.num_waiting)
         self.links.wait(min(max(self._wake_s - self._clock(), 0.0), MAX_WAIT_S))
 
-    def drain(self) -> None:
-        """Take no more requests; existing requests go on."""
-        self.ring.record(self._clock(), Draining())
+    def drain(self, hand_over_s: float = 0.0) -> None:
+        """Take no more requests; existing requests go on.
+
+        Within `hand_over_s` seconds, other nodes are asked to read what is cached here.
+        """
+        now_s = self._clock()
+        self.ring.record(now_s, Draining(hand_over_s))
         self._is_draining = True
+        self._is_idle = False  # the next turn acts
+        self._hand_over.begin(now_s, hand_over_s)
+        self._events.append(DialPeers())
+
+    @property
+    def has_handed_over(self) -> bool:
+        """Return whether a node that drains need not wait for those that read its cache."""
+        return self._hand_over.is_over(self._clock())
 
     @property
     def is_idle(self) -> bool:
@@ -191,6 +214,12 @@ class EngineLoop:
                 self.scheduler.outputs.send(origin, Failed(key, failure))
             case Prefill(key=key) | Decode(key=key) if self._is_draining:
                 self.scheduler.outputs.send(origin, Failed(key, DRAINING))
+            case Prefetch(key=key) if self._is_draining:
+                self.scheduler.outputs.send(origin, Prefetched(key))
+            case Prefetch():
+                self.scheduler.prefetches.add(now_s, origin, message)
+            case HandedOver():
+                self._hand_over.answered(message)
             case Prefill() | Decode():
                 self.scheduler.add(now_s, origin, message)
             case Cancel(keys=keys):
@@ -203,6 +232,7 @@ class EngineLoop:
                 pass
             case ResetPrefixCache():
                 self.scheduler.pool.reset_prefix_cache()
+                self.scheduler.prefetches.clear()
                 self.scheduler.tiers.reset()
             case LoadAdapter():
                 self._adapters.load(origin, message)
@@ -230,7 +260,13 @@ class EngineLoop:
         if (change := self._adapters.take_change()) is not None:
             self.links.broadcast(change)
 
+    def _hand_cache_over(self, now_s: float) -> None:
+        load = self.scheduler.load()
+        for origin, message in self._hand_over.messages(now_s, load):
+            self.scheduler.outputs.send(origin, message)
+
     def _forget(self, origin: Origin) -> None:
+        self._hand_over.lost(origin)
         self._adapters.forget(origin)
         self.scheduler.forget(origin)
         self.scheduler.outputs.drop(origin)

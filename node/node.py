@@ -31,6 +31,7 @@ from baton.protocol.errors import BatonError, InvariantBroken, NodeError
 from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import (
     ANY_PREFIX_READS,
+    PREFETCHES,
     PREFIX_READS,
     PROTOCOL_VERSION,
     Crashed,
@@ -86,6 +87,7 @@ class EngineNode:
         self._stopping = threading.Event()
         self._draining = threading.Event()
         self._drain_by_s: float | None = None
+        self._hand_over_s = 0.0
         self._interrupts: Interrupts | None = None
         self._info: NodeInfo | None = None
 
@@ -189,6 +191,8 @@ class EngineNode:
             boottime,
         )
         self._info = node
+        if self._shares_blocks(info):
+            self._hand_over_s = self.config.node.hand_over_timeout_s
         self._vitals.totals = lambda: observer.counters.totals(pool.counts)
         self._vitals.note(is_ready=True)
         sockets.ready(node)
@@ -212,12 +216,15 @@ class EngineNode:
     def _published(self, info: ExecutorInfo, endpoint: str) -> NodeInfo:
         """Return the information about this node that its routers and peers get."""
         cache = self.config.cache
+        shares = self._shares_blocks(info)
+        lends = shares and self.role == "decode"
         switches = {
             "batch_invariant": info.batch_invariant,
             "prefix_caching": cache.enable_prefix_caching,
             "verify_kv": self.config.transfer.verify_kv,
-            PREFIX_READS: self._lends_prefixes(info),
-            ANY_PREFIX_READS: self._lends_prefixes(info) and cache.prefix_reads == "any",
+            PREFIX_READS: lends,
+            ANY_PREFIX_READS: shares and cache.prefix_reads == "any",
+            PREFETCHES: shares,
         }
         features = tuple(name for name, is_on in switches.items() if is_on)
         loaded = msgspec.structs.asdict(info)
@@ -232,14 +239,14 @@ class EngineNode:
             **loaded,
         )
 
-    def _lends_prefixes(self, info: ExecutorInfo) -> bool:
+    def _shares_blocks(self, info: ExecutorInfo) -> bool:
         """Return whether other nodes may read what this one has cached.
 
         A state of a sequence cannot be read so: a cached one is of a checkpoint.
         """
         cache = self.config.cache
         is_on = cache.enable_prefix_caching and cache.prefix_reads != "off"
-        return self.role == "decode" and is_on and not info.layout.state_blocks
+        return is_on and not info.layout.state_blocks
 
     def _log_ready(self, info: ExecutorInfo) -> None:
         of_tokens = info.num_blocks - info.layout.state_blocks
@@ -288,15 +295,16 @@ class EngineNode:
         now_s = boottime()
         if self._drain_by_s is None:
             is_hurried = self._interrupts is not None and self._interrupts.is_hurried
-            self._drain_by_s = now_s + (0.0 if is_hurried else self.config.node.shutdown_timeout_s)
-            loop.drain()
+            timeout_s = 0.0 if is_hurried else self.config.node.shutdown_timeout_s
+            self._drain_by_s = now_s + timeout_s
+            loop.drain(min(self._hand_over_s, timeout_s))
             self._vitals.note(is_draining=True)
             # The thread may send its next heartbeat too late, after this process has ended.
             load = loop.scheduler.load()
             sockets.broadcast(Heartbeat(self.node_id, self.epoch, load, is_draining=True))
             if not loop.is_idle:
                 log.info("draining: running sequences finish, and new ones are refused")
-        if loop.is_idle:
+        if loop.is_idle and loop.has_handed_over:
             return True
         if now_s < self._drain_by_s:
             return False

@@ -238,6 +238,8 @@ class Turned(msgspec.Struct, frozen=True):
 class Draining(msgspec.Struct, frozen=True):
     """The order to take no more requests, which came after a turn."""
 
+    hand_over_s: float = 0.0
+
 
 class EventRing:
     """The last `capacity` events of one loop, which are encoded only when they are dumped.

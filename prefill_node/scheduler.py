@@ -31,6 +31,7 @@ from baton.node.scheduling.pooling import pooled_numbers, pooled_with
 from baton.node.scheduling.request import Request, Sequence
 from baton.node.scheduling.requests import Requests
 from baton.node.scheduling.scheduler import NodeLimits, load_of
+from baton.protocol.codec import MalformedMessage
 from baton.protocol.errors import InvariantBroken, NodeError, RequestError
 from baton.protocol.ids import Key
 from baton.protocol.messages import (
@@ -55,10 +56,15 @@ class PrefillScheduler:
         self.outputs = Outputs()
         self.requests = Requests(pool, limits, self.outputs, Withdrawn, _no_choice_runs)
         self.tiers = self.requests.tiers
+        self.prefetches = self.requests.prefetches
 
     # --- requests ------------------------------------------------------------------------------
 
     def add(self, now_s: float, origin: Origin, message: Prefill | Decode) -> None:
+        if self.requests.prefixes.lends(message.key):
+            in_use = MalformedMessage(f"{message.key} is in use")
+            self.outputs.send(origin, Failed(message.key, in_use.to_failure()))
+            return
         request = self.requests.take_in(now_s, origin, message, Prefill)
         if request is None:
             return
@@ -76,6 +82,7 @@ class PrefillScheduler:
     def forget(self, origin: Origin) -> None:
         # Decode may still reach the router, to which this must look like a lost node and not like a
         # cancel.
+        self.prefetches.forget(origin)
         lost = NodeError("the prefill node lost the channel to its router").to_failure()
         for request in self.requests.of_router(origin):
             if request in self.requests.line or request.key in self.requests.admitted:
@@ -85,11 +92,17 @@ class PrefillScheduler:
                 request.origin = NO_ROUTER
 
     def on_report(self, now_s: float, report: ConnectorReport) -> None:
+        if self.requests.take_report(now_s, report):
+            return
         match report:
+            case Released() | OfferBroken() if self.requests.prefixes.lends(report.key):
+                self.requests.prefixes.ended(report)
             case Released() | OfferBroken():
                 self._offer_ended(report)
+            case PrefixWanted(key=key) if self.requests.of(key.request_id):
+                self.requests.prefixes.refuse(report)  # the key is that of a prompt
             case PrefixWanted():
-                raise InvariantBroken("a prefill node was asked for a prefix")
+                self.requests.prefixes.wanted(report)
             case Offered() | KVReceived() | ReceiveBroken() | ReceiveEnded() | BlocksDrained():
                 self.requests.on_report(now_s, report)
             case TierOpened() | BlocksCopied() | BlocksSaved():
@@ -112,10 +125,11 @@ class PrefillScheduler:
 
     def plan(self, now_s: float) -> StepPlan | None:
         self.tiers.write_back(now_s)
+        self.prefetches.step(now_s)
         slices: list[Slice] = []
         ready = self._ready(now_s)
         self.requests.add_chunks(slices, ready, self.limits.max_num_batched_tokens)
-        return self.requests.launch(slices) if slices else None
+        return self.requests.launch(slices)
 
     def settle(self, now_s: float, plan: StepPlan, result: StepResult) -> None:
         self.requests.settle(now_s, plan, result)

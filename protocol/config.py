@@ -559,6 +559,15 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         float,
         about("how long a node that is told to end may take to finish its sequences", "s", ge=0),
     ] = 30.0
+    hand_over_timeout_s: Annotated[
+        float,
+        about(
+            "how long a node that ends waits, within node.shutdown_timeout_s, until other nodes "
+            "have read what it used last of its cache; 0 hands nothing over",
+            "s",
+            ge=0,
+        ),
+    ] = 5.0
     http: Annotated[
         str,
         about(

@@ -39,6 +39,10 @@ NOT_CACHED = "not_cached"
 # The features of nodes that lend cached blocks to those that compute equal bits, or to any.
 PREFIX_READS = "prefix_reads"
 ANY_PREFIX_READS = "any_prefix_reads"
+PREFETCHES = "prefetches"  # of nodes that take `Prefetch` and let others read what they leave
+
+
+PackedHashes = Annotated[bytes, Meta(max_length=MAX_KEYS * HASH_BYTES)]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -220,6 +224,25 @@ class LoadAdapter(Message, frozen=True):
     path: AdapterPath
 
 
+class Prefetch(Message, frozen=True):
+    """Asks a node to read cached blocks of another node before a prompt needs them.
+
+    `Prefetched` answers. The blocks take the places of cached ones that have been idle for longer.
+    """
+
+    key: Key
+    source: NodeId
+    hashes: PackedHashes
+    idle_s: float  # for which all of them have been idle at most
+    timeout_s: float
+
+
+class HandedOver(Message, frozen=True):
+    """The reply to `HandOver`: the nodes that were asked to read these blocks have done so."""
+
+    number: Count
+
+
 class ListAdapters(Message, frozen=True):
     """Tells a node the last change of each adapter of run time. `AdaptersHeld` answers.
 
@@ -251,6 +274,8 @@ ToNode = (
     | Profile
     | LoadAdapter
     | ListAdapters
+    | Prefetch
+    | HandedOver
 )
 
 
@@ -311,6 +336,7 @@ class Totals(msgspec.Struct, frozen=True, array_like=True):
     failed_prefix_reads: Total = 0  # whose prompts were computed
     memory_hit_tokens: Total = 0  # of prompts, read from a tier of the node
     folder_hit_tokens: Total = 0
+    prefetched_tokens: Total = 0  # read from other nodes without a prompt that needs them
 
 
 class Heartbeat(Message, frozen=True):
@@ -480,6 +506,25 @@ class AdaptersHeld(Message, frozen=True):
     loras: tuple[str, ...]  # by their names in requests
 
 
+class Prefetched(Message, frozen=True):
+    """The node has read so many of the blocks that a `Prefetch` names, and reads no more."""
+
+    key: Key
+    num_blocks: BlockCount = 0
+
+
+class HandOver(Message, frozen=True):
+    """Some cached blocks of a node that ends, which other nodes may read until then.
+
+    The blocks that were used last come first. `HandedOver` answers.
+    """
+
+    number: Count
+    hashes: PackedHashes
+    idle_s: float  # for which all of them have been idle at most
+    timeout_s: float
+
+
 class DrainNode(Message, frozen=True):
     """Asks a router to drain a node. An operator's command repeats it until the node is gone.
 
@@ -507,6 +552,8 @@ ToRouter = (
     | Pooled
     | AdapterLoaded
     | AdaptersHeld
+    | Prefetched
+    | HandOver
 )
 
 
@@ -531,8 +578,7 @@ class WantPrefix(Message, frozen=True):
     """
 
     key: Key
-    # The hashes of the prompt's blocks (`blocks`), from the first one on.
-    hashes: Annotated[bytes, Meta(max_length=MAX_KEYS * HASH_BYTES)]
+    hashes: PackedHashes  # of the prompt's blocks (`blocks`), from the first one on
     num_held_blocks: BlockCount = 0  # that the reader has itself
 
 

@@ -253,6 +253,11 @@ _TABLE = (
         "Tokens of prompts whose blocks were read from cache.folder",
     ),
     _counter(
+        "baton_prefetched_tokens",
+        lambda one: one.totals.prefetched_tokens,
+        "Tokens whose blocks were read from another node before a prompt needed them",
+    ),
+    _counter(
         "baton_prefix_read_failures",
         lambda one: one.totals.failed_prefix_reads,
         "Prompts that were computed although a tier or another node was asked for their first "

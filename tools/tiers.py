@@ -1,7 +1,8 @@
 """`python -m tools.tiers`: what a cached prefix costs, by where it is, and what a restart keeps.
 
 Each row is the first token of prompts whose first tokens a prefill node computes, has in its
-pool, or reads from host memory, from a folder, or over shm from the decode node that made them.
+pool, or reads from host memory, from a folder, or, over shm or NIXL, from the decode node that made
+them.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from baton.protocol.config import (
     ModelConfig,
     PrefixReads,
     RouterConfig,
+    TransferConfig,
 )
 from baton.protocol.sampling import SamplingParams
 from baton.router.outputs import RequestOutput
@@ -37,8 +39,8 @@ PAUSE_S = 0.5  # in which blocks are saved and announced
 START_S = 120.0
 GIB = 1.0
 
-Place = Literal["computed", "pool", "memory", "folder", "shm"]
-PLACES: tuple[Place, ...] = ("computed", "pool", "memory", "folder", "shm")
+Place = Literal["computed", "pool", "memory", "folder", "shm", "nixl"]
+PLACES: tuple[Place, ...] = ("computed", "pool", "memory", "folder", "shm", "nixl")
 
 
 class Arguments(msgspec.Struct):
@@ -61,10 +63,11 @@ class Prompts:
 
 def cluster(model: str, most_tokens: int, place: Place, folder: str) -> ClusterConfig:
     """Return a prefill node and a decode node. A pool holds about a prompt where others count."""
-    in_pools = place in ("computed", "pool", "shm")
+    is_read = place in ("shm", "nixl")
+    in_pools = place in ("computed", "pool") or is_read
     num_prompts = 8 if in_pools else 1.5
     num_blocks = int(num_prompts * most_tokens + 4 * NUM_NEW) // BLOCK_TOKENS
-    reads: PrefixReads = "equal" if place == "shm" else "off"
+    reads: PrefixReads = "equal" if is_read else "off"
     return ClusterConfig(
         prefill=1,
         decode=1,
@@ -77,6 +80,10 @@ def cluster(model: str, most_tokens: int, place: Place, folder: str) -> ClusterC
             folder_size=GIB,
         ),
         engine=EngineConfig(threads=1),
+        transfer=TransferConfig(
+            transport="nixl" if place == "nixl" else "auto",
+            device="lo" if place == "nixl" else "",
+        ),
         router=RouterConfig(local_prefill="never"),
         log=LogConfig(level="error"),
     )
@@ -94,7 +101,7 @@ async def ask(llm: AsyncLLM, prompt: list[int], num_output: int = 1) -> RequestO
 
 async def sample(llm: AsyncLLM, prompts: Prompts, place: Place, num_tokens: int) -> RequestOutput:
     """Return the request whose prefix of so many tokens is in `place`."""
-    if place == "shm":
+    if place in ("shm", "nixl"):
         before = await ask(llm, prompts.next(NUM_NEW), num_tokens)
         prefix = [*before.prompt_token_ids, *before.outputs[0].token_ids]
         return await ask(llm, prefix + prompts.next(NUM_NEW))

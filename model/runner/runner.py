@@ -135,7 +135,7 @@ class Runner:
         self.loras: LoraLoader | None = None  # reads adapters at run time
         self._graphs: StepGraphs | None = None
         # Each with the time of its launch.
-        self._launched: deque[tuple[PackedStep, float]] = deque()
+        self._launched: deque[tuple[PackedStep | StepPlan, float]] = deque()
         self._ended_s = 0.0  # the last step that was collected
 
     def capture(self, buckets: Sequence[Bucket], progress: Progress) -> None:
@@ -164,14 +164,19 @@ class Runner:
         launched_s = self._clock()
         # From here on, a reader that expects a block's former owner must refuse the block.
         self.cache.write_generations(plan.generations)
+        if not plan.slices:  # it only publishes generations
+            self._launched.append((plan, launched_s))
+            return
         step = self._packer.pack(plan)
         self._launched.append((step, launched_s))
         self._queue.launch(lambda: self._compute(step))
 
     def collect(self) -> StepResult:
         """Return the oldest step's result once transports can see all of its stores."""
-        ids = iter(self._queue.collect())
         step, launched_s = self._launched.popleft()
+        if isinstance(step, StepPlan):
+            return StepResult(step.step_id, (), launched_s, self._clock())
+        ids = iter(self._queue.collect())
         plan = step.plan
         tokens = [tuple(next(ids) for _ in range(part.num_sampled)) for part in plan.slices]
         broken = {index: NOT_FINITE for index, ids in enumerate(tokens) if NO_TOKEN in ids}

@@ -27,6 +27,7 @@ class PoolCounts:
     failed_prefix_reads: int = 0
     memory_hit_tokens: int = 0
     folder_hit_tokens: int = 0
+    prefetched_tokens: int = 0
 
     def read_from(self, source: str, num_tokens: int) -> None:
         """Count tokens whose blocks were read from a tier or another node."""
@@ -150,6 +151,15 @@ class BlockPool:
 
     def generations_of(self, blocks: Iterable[int]) -> tuple[int, ...]:
         return tuple(self._generations[block] for block in blocks)
+
+    def are_published(self, blocks: Iterable[int]) -> bool:
+        """Return whether a step has been given the generations of these blocks."""
+        return self._fresh.keys().isdisjoint(blocks)
+
+    def num_takeable(self, idle_s: float, limit: int) -> int:
+        """Return how many blocks, up to `limit`, hold nothing that was used so recently."""
+        num_empty = min(limit, len(self._free))
+        return num_empty + self.cache.num_colder(idle_s, limit - num_empty)
 
     def take_fresh(self) -> tuple[tuple[int, int], ...]:
         """Return (block, generation) of every block allocated since the last call."""

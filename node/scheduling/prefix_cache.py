@@ -9,7 +9,7 @@ the number of pending changes per router is at most twice the number of blocks i
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 
 from baton.node.scheduling.outputs import Origin
 from baton.protocol.blocks import BlockHash, pack_keys
@@ -91,12 +91,17 @@ class PrefixCache:
         self.journal = CacheJournal()
         self._block_of: dict[BlockHash, int] = {}
         self._hash_of: dict[int, BlockHash] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._idle: OrderedDict[int, float] = OrderedDict()  # since when
+        self._now_s = 0.0
         # For each tier, the idle blocks that it has not looked at, in the order of `_idle`.
         self._unsaved: list[dict[int, None]] = []
 
     def __len__(self) -> int:
         return len(self._hash_of)
+
+    def tick(self, now_s: float) -> None:
+        """Note the time, which only says how long blocks have been idle."""
+        self._now_s = now_s
 
     @property
     def num_idle(self) -> int:
@@ -124,15 +129,32 @@ class PrefixCache:
     def hash_of(self, block: int) -> BlockHash:
         return self._hash_of[block]
 
+    def has(self, block_hash: BlockHash) -> bool:
+        return block_hash in self._block_of
+
+    def hottest(self) -> Iterator[tuple[BlockHash, float]]:
+        """Yield the blocks, those in use first, each with the seconds since it was used."""
+        for block, block_hash in self._hash_of.items():
+            if block not in self._idle:
+                yield block_hash, 0.0
+        for block, since_s in reversed(self._idle.items()):
+            yield self._hash_of[block], max(0.0, self._now_s - since_s)
+
+    def num_colder(self, idle_s: float, limit: int) -> int:
+        """Return how many blocks, up to `limit`, have been idle for longer than that."""
+        since_s = self._now_s - idle_s
+        colder = takewhile(lambda at_s: at_s < since_s, self._idle.values())
+        return sum(1 for _ in islice(colder, limit))
+
     def show_idle(self) -> dict[int, None]:
         """Return the idle blocks for a tier, which removes those that it has looked at."""
-        unsaved = dict(self._idle)
+        unsaved = dict.fromkeys(self._idle)
         self._unsaved.append(unsaved)
         return unsaved
 
     def rest(self, block: int) -> None:
         """Make a block that has lost its last user evictable."""
-        self._idle[block] = None
+        self._idle[block] = self._now_s
         for unsaved in self._unsaved:
             unsaved[block] = None
 

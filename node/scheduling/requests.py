@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from baton.kv_transfer.interfaces import (
     Abandon,
     BlocksDrained,
+    ConnectorReport,
     KVReceived,
     ReceiveBroken,
     ReceiveEnded,
@@ -18,6 +19,8 @@ from baton.node.scheduling.block_pool import BlockPool
 from baton.node.scheduling.checkpoints import StepCopies, reserve
 from baton.node.scheduling.outputs import Origin, Outputs
 from baton.node.scheduling.plan import Slice, StepPlan, StepResult
+from baton.node.scheduling.prefetches import Prefetches
+from baton.node.scheduling.prefix_reads import PrefixOffers
 from baton.node.scheduling.prompt_reads import PrefixReads
 from baton.node.scheduling.request import Request, Sequence, no_token
 from baton.node.scheduling.scheduler import NodeLimits, problem_of
@@ -63,6 +66,8 @@ class Requests:
         self.reads = PrefixReads(
             pool, outputs, self.tiers, repeats_last=limits.engine.has_draft_head
         )
+        self.prefixes = PrefixOffers(pool, outputs, self.tiers)
+        self.prefetches = Prefetches(pool, outputs)
         self.line = WaitingLine(limits.engine.scheduling_policy)
         self.prompts: dict[Key, Request] = {}  # until they are given back or their choices run
         # Those of them that got blocks, in order, until they are computed, received or ended.
@@ -75,6 +80,10 @@ class Requests:
     def __iter__(self) -> Iterator[Request]:
         for requests in self._by_id.values():
             yield from requests.values()
+
+    def of(self, request_id: RequestId) -> list[Request]:
+        """Return the attempts at a request that this node still holds, in order of arrival."""
+        return list(self._by_id.get(request_id, {}).values())
 
     def of_router(self, origin: Origin) -> list[Request]:
         return [request for request in self if request.origin == origin]
@@ -96,7 +105,7 @@ class Requests:
             self.outputs.send(origin, Failed(message.key, problem.to_failure()))
             return None
         request = Request.of(message, origin, now_s)
-        for lower in self._of(message.key.request_id):
+        for lower in self.of(message.key.request_id):
             self._drop(lower, lower.supersede(request), "a newer attempt replaced it")
         return request
 
@@ -106,7 +115,7 @@ class Requests:
 
     def cancel(self, origin: Origin, keys: tuple[Key, ...]) -> None:
         for request_id in dict.fromkeys(key.request_id for key in keys):
-            for request in self._of(request_id):
+            for request in self.of(request_id):
                 self._drop(request, request.cancel(keys), "the request was cancelled")
         self.outputs.send(origin, CancelDone(keys))
 
@@ -150,6 +159,10 @@ class Requests:
         self.admitted.pop(key, None)
         return self.prompts.pop(key)
 
+    def take_report(self, now_s: float, report: ConnectorReport) -> bool:
+        """Handle a report of a read that is for no prompt. Return False if it is another one."""
+        return self.prefetches.take(now_s, report) or self.prefixes.take(report)
+
     def on_report(self, now_s: float, report: SharedReport) -> None:
         """Handle a report of what is read for a prompt, or of a tier."""
         match report:
@@ -185,6 +198,7 @@ class Requests:
             self.pool, prompt, num_held, num_tails + num_kept_free, is_computed=is_computed
         )
         if num_cached is None:
+            self.prefetches.give_way()
             return False
         request.tails = self.pool.allocate(num_tails)
         request.num_cached_tokens = num_cached * self.pool.block_size
@@ -213,14 +227,19 @@ class Requests:
                 budget -= slices[-1].length
                 room -= slices[-1].num_sampled
 
-    def launch(self, slices: list[Slice]) -> StepPlan:
+    def launch(self, slices: list[Slice]) -> StepPlan | None:
+        """Return the step with these slices; None if there is nothing to compute or to publish."""
+        if not slices and not self.prefixes.need_step:
+            return None
         self.step_id += 1
+        self.prefixes.planned(self.step_id)
         copies = self.copies.take(self.step_id)
         return StepPlan(self.step_id, tuple(slices), copies, generations=self.pool.take_fresh())
 
     def settle(self, now_s: float, plan: StepPlan, result: StepResult) -> None:
         """Settle what belongs to a whole step."""
         self.copies.settle(plan)
+        self.prefixes.settled(plan.step_id)
         num_tokens = sum(part.length for part in plan.slices)
         self.reads.costs.computed(now_s, num_tokens, result.ended_s - result.started_s)
 
@@ -257,12 +276,8 @@ class Requests:
 
     # --- inside --------------------------------------------------------------------------------
 
-    def _of(self, request_id: RequestId) -> list[Request]:
-        """Return the attempts at a request that this node still holds, in order of arrival."""
-        return list(self._by_id.get(request_id, {}).values())
-
     def _uses(self, message: Prefill | Decode) -> bool:
-        return any(request.uses(message) for request in self._of(message.key.request_id))
+        return any(request.uses(message) for request in self.of(message.key.request_id))
 
     def _drop(self, request: Request, choices: set[int], why: str) -> None:
         """End choices that are not live any more, and the request with its last one."""

@@ -14,6 +14,7 @@ from baton.kv_transfer.interfaces import ConnectorReport
 from baton.node.scheduling.block_pool import BlockPool
 from baton.node.scheduling.outputs import Origin, Outputs
 from baton.node.scheduling.plan import StepPlan, StepResult
+from baton.node.scheduling.prefetches import Prefetches
 from baton.node.scheduling.tiers import Tiers
 from baton.protocol.adapters import shown_lora
 from baton.protocol.codec import MalformedMessage
@@ -108,6 +109,7 @@ class Scheduler(Protocol):
     outputs: Outputs
     pool: BlockPool
     tiers: Tiers
+    prefetches: Prefetches
     limits: NodeLimits
 
     def add(self, now_s: float, origin: Origin, message: Prefill | Decode) -> None:

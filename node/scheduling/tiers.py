@@ -7,7 +7,7 @@ slot from which a prompt is read gets no other block before that has ended.
 """
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import assert_never
@@ -73,6 +73,10 @@ class TierIndex:
 
     def slot_of(self, block_hash: BlockHash) -> int | None:
         return self._slots.get(block_hash)
+
+    def hottest(self) -> Iterator[BlockHash]:
+        """Yield the blocks, those that were used last first."""
+        return reversed(self._slots)
 
     def watch(self, origin: Origin) -> None:
         """Let a router get every block of the tier, and then every change."""

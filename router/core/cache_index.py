@@ -15,11 +15,13 @@ from baton.protocol.messages import CacheChanges
 # Blocks per node, each of which takes about 200 bytes here. Of a larger cache, the first blocks
 # count.
 MAX_BLOCKS_PER_NODE = 1 << 17
+MAX_NAMED = 256
 
 
 @dataclass(slots=True)
 class _KnownCache:
     index: int  # the index of the node's bit in the masks
+    bit: int  # the mask of this node alone, which many blocks share
     keys: set[BlockKey] = field(default_factory=set)
     next_number: int = 0  # the number of the node's next message
 
@@ -36,6 +38,7 @@ class CacheIndex:
         self._nodes: dict[NodeId, _KnownCache] = {}
         self._names: dict[int, NodeId] = {}  # by index
         self._holders: dict[BlockKey, int] = {}
+        self._named: dict[int, tuple[NodeId, ...]] = {}  # by masks that were asked for lately
 
     def hear(self, node: NodeId, changes: CacheChanges) -> bool:
         """Take in an announcement. Return False if one was missed; the node must then send all."""
@@ -43,7 +46,8 @@ class CacheIndex:
             self.forget(node)
             index = next(index for index in count() if index not in self._names)
             self._names[index] = node
-            self._nodes[node] = _KnownCache(index)
+            self._named.clear()
+            self._nodes[node] = _KnownCache(index, 1 << index)
         known = self._nodes.get(node)
         if known is None or known.next_number != changes.number:
             self.num_gaps += 1
@@ -55,10 +59,12 @@ class CacheIndex:
         self._clear(known.index, removed)
         room = self._max_blocks - len(known.keys)
         added = unpack_keys(changes.added)[:room]
-        bit = 1 << known.index
+        bit = known.bit
+        holders = self._holders
         known.keys.update(added)
         for key in added:
-            self._holders[key] = self._holders.get(key, 0) | bit
+            others = holders.get(key)
+            holders[key] = bit if others is None else others | bit
         return True
 
     def forget(self, node: NodeId) -> None:
@@ -67,11 +73,16 @@ class CacheIndex:
         if known is not None:
             self._clear(known.index, known.keys)
             del self._names[known.index]
+            self._named.clear()
 
     def num_blocks(self, node: NodeId) -> int:
         """Return how many announced blocks a node holds."""
         known = self._nodes.get(node)
         return 0 if known is None else len(known.keys)
+
+    def holders(self, key: BlockKey) -> tuple[NodeId, ...]:
+        """Return the nodes that hold a block."""
+        return self._nodes_in(self._holders.get(key, 0))
 
     def held(self, keys: Sequence[BlockKey]) -> dict[int, tuple[NodeId, ...]]:
         """Return the nodes that hold so many blocks at the front of a prompt, for each number > 0.
@@ -102,5 +113,11 @@ class CacheIndex:
                 del holders[key]
 
     def _nodes_in(self, mask: int) -> tuple[NodeId, ...]:
-        bits = bin(mask)[:1:-1]  # from index 0 on
-        return tuple(self._names[index] for index, bit in enumerate(bits) if bit == "1")
+        named = self._named.get(mask)
+        if named is None:
+            bits = bin(mask)[:1:-1]  # from index 0 on
+            named = tuple(self._names[index] for index, bit in enumerate(bits) if bit == "1")
+            if len(self._named) == MAX_NAMED:
+                self._named.clear()
+            self._named[mask] = named
+        return named

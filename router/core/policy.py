@@ -7,7 +7,7 @@ names a full node, the attempt waits, so no prompt is computed without a decode 
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import msgspec
 
@@ -149,25 +149,35 @@ class _PairSearch:
         most = (selection.num_tokens - 1) // size * size
         self._lenders: list[Node] = []  # decode nodes with most of the prompt
         self._readable = 0  # tokens, from each of these
+        self._lender_read = 0.0  # what one of these tokens costs them to load from their tiers
         for num_blocks, nodes in registry.caches.held(selection.block_keys).items():
             self._held.update(dict.fromkeys(nodes, num_blocks * size))
             self._cached.update(dict.fromkeys(nodes, min(num_blocks * size, most)))
-            if lenders := registry.lenders(nodes, MAX_LENDERS):
-                self._lenders = lenders
-                self._readable = min(num_blocks * size, most)
+            self._lend(nodes, min(num_blocks * size, most), 0.0)
         # Tokens that each node need not compute, less what reading them from its tiers costs.
         self._saved: dict[NodeId, float] = dict(self._cached)
         for name, index in registry.tiers.items():
             for num_blocks, nodes in index.held(selection.block_keys).items():
-                for node in nodes:
-                    self._save(node, min(num_blocks * size, most), TIER_READS[name])
+                self._save(nodes, min(num_blocks * size, most), TIER_READS[name])
+                self._lend(nodes, min(num_blocks * size, most), TIER_READS[name])
 
-    def _save(self, node: NodeId, num_tokens: int, read: float) -> None:
-        """Count the first tokens of the prompt, which a tier of that node holds."""
-        num_cached = self._cached.get(node, 0)
-        saved = num_cached + (1 - read) * (num_tokens - num_cached)
-        if num_tokens - num_cached >= MIN_READ_TOKENS and saved > self._saved.get(node, 0):
-            self._saved[node] = saved
+    def _lend(self, nodes: Iterable[NodeId], num_tokens: int, read: float) -> None:
+        """Let those of these nodes lend that many tokens, if it saves more than others do."""
+        if num_tokens * (1 - read) <= self._readable * (1 - self._lender_read):
+            return
+        if lenders := self._registry.lenders(nodes, MAX_LENDERS):
+            self._lenders = lenders
+            self._readable = num_tokens
+            self._lender_read = read
+
+    def _save(self, nodes: Iterable[NodeId], num_tokens: int, read: float) -> None:
+        """Count the first tokens of the prompt, which a tier of each of these nodes holds."""
+        cached = self._cached
+        most_cached = num_tokens - MIN_READ_TOKENS
+        for node in nodes:
+            if (num_cached := cached.get(node, 0)) <= most_cached:
+                saved = num_cached + (1 - read) * (num_tokens - num_cached)
+                self._saved[node] = max(saved, self._saved.get(node, 0))
 
     def prefill_candidates(self) -> list[Candidate]:
         """Return the prefill nodes that could hold the prompt if they were empty."""
@@ -179,16 +189,18 @@ class _PairSearch:
 
     def _with_reads(self, prefills: list[Node]) -> dict[NodeId, float]:
         """Return what each node has of the prompt if tokens count that it could read."""
-        saved = 1 - (NEAR_READ if self._registry.hosts().is_one else FAR_READ)
+        saved = 1 - (NEAR_READ if self._registry.hosts().is_one else FAR_READ) - self._lender_read
         computes = {one.info.compute for one in self._lenders if one.info is not None}
-        has: dict[NodeId, float] = {}
-        for node in prefills:
-            num_held = self._cached.get(node.node_id, 0)
+        cached = self._cached
+        most_cached = self._readable - MIN_READ_TOKENS
+        has = dict(self._saved)
+        for node in [one for one in prefills if cached.get(one.node_id, 0) <= most_cached]:
+            num_held = cached.get(node.node_id, 0)
             num_more = self._readable - num_held
             # Nearly always all nodes compute alike and reach each other, which is quick to see.
             is_alike = node.info is not None and node.info.compute in computes
             reaches_all = not (node.obstacles or node.unreachable)
-            if num_more < MIN_READ_TOKENS or not (is_alike and reaches_all):
+            if not (is_alike and reaches_all):
                 num_more = self._num_read(node)
             of_tiers = self._saved.get(node.node_id, 0.0)
             has[node.node_id] = max(of_tiers, num_held + saved * num_more)
@@ -203,6 +215,8 @@ class _PairSearch:
 
     def _is_lender(self, decode: Node) -> bool:
         """Return whether a node has as much as any other, also beyond those that are looked at."""
+        if decode in self._lenders:
+            return True
         return decode.lends_prefixes and self._held.get(decode.node_id, 0) >= self._readable
 
     def _can_lend(self, lender: Node, prefill: Node) -> bool:

@@ -15,6 +15,7 @@ from baton.protocol.errors import Failure, NodeError
 from baton.protocol.ids import Epoch, Key, NodeId, RequestId
 from baton.protocol.messages import (
     ANY_PREFIX_READS,
+    PREFETCHES,
     PREFIX_READS,
     PROTOCOL_VERSION,
     CacheChanges,
@@ -126,7 +127,13 @@ class Node:
         return self.node_id, self.epoch
 
     @property
+    def shares_blocks(self) -> bool:
+        """Return whether it exchanges cached blocks with other nodes."""
+        return self.info is not None and PREFETCHES in self.info.facts.features
+
+    @property
     def lends_prefixes(self) -> bool:
+        """Return whether prefill nodes may read prefixes of prompts from it."""
         return self.info is not None and PREFIX_READS in self.info.facts.features
 
     def lends_to(self, reader: "Node") -> bool:
@@ -370,8 +377,11 @@ class Registry:
     def hosts(self) -> Hosts:
         """Return the sets of nodes in service that need no network between them."""
         if self._hosts is None:
-            self._hosts = hosts_of(self.peers_of("decode"), self.peers_of("prefill"))
+            self._hosts = hosts_of(self._infos("prefill"), self._infos("decode"))
         return self._hosts
+
+    def _infos(self, role: Role) -> tuple[NodeInfo, ...]:
+        return tuple(node.info for node in self.in_service(role) if node.info is not None)
 
     def node(self, node_id: NodeId) -> Node | None:
         return self._nodes.get(node_id)
@@ -394,9 +404,13 @@ class Registry:
         return [self._nodes[node_id] for node_id in self.node_ids]
 
     def peers_of(self, role: Role) -> tuple[NodeInfo, ...]:
-        """Return the nodes that nodes of `role` must know, which are those of the other role."""
+        """Return the nodes that nodes of `role` must know, which are those of the other role.
+
+        Of those that drain, others may still read.
+        """
         other: Role = "decode" if role == "prefill" else "prefill"
-        return tuple(node.info for node in self.in_service(other) if node.info is not None)
+        known = (node for node in self.nodes if node.state in ("ready", "draining"))
+        return tuple(n.info for n in known if n.role == other and n.info is not None)
 
     def largest_pool(self, role: Role) -> int | None:
         """Return the blocks of the largest pool of a role; None until a node has been ready."""

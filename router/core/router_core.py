@@ -36,10 +36,12 @@ from baton.protocol.messages import (
     DrainNode,
     Failed,
     FirstTokens,
+    HandOver,
     Heartbeat,
     Hello,
     InProgress,
     Pooled,
+    Prefetched,
     PromptLogprobs,
     Ready,
     Starting,
@@ -57,6 +59,7 @@ from baton.router.core.health import Health, can_serve, health_of, limits_of
 from baton.router.core.lifecycle import NO_NODE, Lifecycle
 from baton.router.core.node_link import Heard, NodeLink, NodeNotifier
 from baton.router.core.policy import CheapestPair
+from baton.router.core.prefetches import Prefetches
 from baton.router.core.registry import Change, Entered, Left, Registry
 from baton.router.core.request import (
     ANYONE,
@@ -116,6 +119,7 @@ class RouterCore:
         self.notifier = NodeNotifier(self.registry, self._send, watches_caches=is_cache_aware)
         self._allows_loading = config.model.allow_runtime_lora_updating
         self.adapters = ClusterAdapters(self.registry, self._send, self.epoch)
+        self._prefetches = Prefetches(self.registry, self._send, self.new_id)
         self._policy = CheapestPair(config.router.local_prefill, config.router.local_prefill_tokens)
         self._queue = Admission(config.router, self.registry, self._policy)
         # A request is here from its first event until no node has to confirm anything.
@@ -253,8 +257,10 @@ class RouterCore:
         """Stop serving: every running request and every new one fails with this reason."""
         self._failure = failure
         self._changed.set()
-        for request_id, lifecycle in list(self._requests.items()):
-            self._streams[request_id].finish(from_failure(failure))
+        for stream in list(self._streams.values()):
+            stream.finish(from_failure(failure))
+        # One request may end another one, whose caller has left.
+        for lifecycle in list(self._requests.values()):
             self._feed(lifecycle, CallerGone(failure.code))
 
     def close(self) -> None:
@@ -317,6 +323,10 @@ class RouterCore:
                 self.adapters.loaded(node, message)
             case AdaptersHeld():
                 self.adapters.held(node, message)
+            case HandOver():
+                self._prefetches.hand_over(self._now_s, node, message)
+            case Prefetched():
+                self._prefetches.answered(node, message)
             case DrainNode():  # an operator's command, and not a node's
                 pass
             case _:
@@ -340,6 +350,7 @@ class RouterCore:
                 self.adapters.entered(change.info, is_allowed=self._allows_loading)
                 self._link.send_kept_cancels((change.info.node_id, change.info.epoch))
             elif isinstance(change, Left):
+                self._prefetches.left(change.node)
                 self.adapters.left(change.node)
                 for lifecycle in list(self._requests.values()):
                     self._feed(lifecycle, NodeLost(change.node, change.failure))
@@ -431,7 +442,9 @@ class RouterCore:
                 self.registry.reserve(node, selected.key, load)
             self.registry.note_pair(selected)
             self._now_s = self._clock()
-            self._feed(self._requests[selected.key.request_id], selected)
+            lifecycle = self._requests[selected.key.request_id]
+            self._feed(lifecycle, selected)
+            self._prefetches.placed(self._now_s, selected, lifecycle.request)
 
     def _tick(self) -> None:
         assert self._link is not None
@@ -443,6 +456,7 @@ class RouterCore:
         self._link.read()
         self._now_s = now_s = self._clock()
         self._apply(self.registry.tick(now_s, self._deaf_s(late_s)))
+        self._prefetches.tick(now_s)
         self._refuse(self._queue.take_overdue(now_s))
         for lifecycle in self._to_look_at(now_s):
             self._feed(lifecycle, Tick())

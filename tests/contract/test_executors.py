@@ -359,6 +359,11 @@ def test_blocks_read_through_the_ports_continue_a_prompt_elsewhere(kind, expecte
             )
         )
         assert Steps(source).result().tokens[0] == (expected.token_ids[0],)
+        # A step that computes nothing publishes a generation, too.
+        generations = (3, *generations[1:])
+        source.submit(StepPlan(1, (), generations=((remote[0], generations[0]),)))
+        published = Steps(source).result()
+        assert (published.step_id, published.tokens) == (1, ())
         for rank, port in enumerate(reader.ports):
             owner = PeerRank(SOURCE, rank)
             block_bytes = info.layout.block_bytes

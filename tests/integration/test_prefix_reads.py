@@ -3,6 +3,7 @@
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from baton.async_llm import AsyncLLM
@@ -17,6 +18,7 @@ from tests.support.oracle import count_ties, prompt
 
 NUM_TURNS = 3
 NUM_NEW, NUM_OUTPUT = 40, 100  # tokens of a turn
+NUM_ALONE = 120  # of a prompt that no decode node gets
 
 
 async def conversation(llm: AsyncLLM) -> list[RequestOutput]:
@@ -71,3 +73,40 @@ def test_a_turn_computes_the_response_where_nodes_do_not_lend(tmp_path):
     check_tokens(folder, turns)
     assert [turn.metrics.num_read_tokens for turn in turns] == [0] * NUM_TURNS
     assert turns[1].metrics.num_cached_tokens == NUM_NEW // BLOCK * BLOCK
+
+
+def test_a_node_that_drains_hands_its_cache_over(tmp_path):
+    """Prefill has what a decode node leaves, and decode lends what a prefill node leaves."""
+    folder = model_folder("qwen3")
+    config = msgspec.structs.replace(
+        never_local(settings(folder, verify=True)), prefill=2, decode=2
+    )
+    threads = NodeThreads(tmp_path, config)
+
+    async def turns_and_drains(llm: AsyncLLM) -> list[RequestOutput]:
+        history = prompt(NUM_NEW)
+        first = await greedy(llm, history, NUM_OUTPUT)
+        history += first.outputs[0].token_ids
+        await asyncio.sleep(2 * INTERVAL_S)
+        leaver = max(("decode-0", "decode-1"), key=lambda name: len(threads.records(name)))
+        await asyncio.to_thread(threads.nodes[leaver].drain)
+        await asyncio.sleep(2 * INTERVAL_S)
+        second = await greedy(llm, [*history, *prompt(NUM_NEW, salt=1)], NUM_OUTPUT)
+        alone = await greedy(llm, prompt(NUM_ALONE, salt=2), 1)
+        leaver = max(("prefill-0", "prefill-1"), key=lambda name: _computed_last(threads, name))
+        await asyncio.sleep(2 * INTERVAL_S)
+        await asyncio.to_thread(threads.nodes[leaver].drain)
+        await asyncio.sleep(2 * INTERVAL_S)
+        return [first, second, alone, await greedy(llm, prompt(NUM_ALONE, salt=2), NUM_OUTPUT)]
+
+    first, second, alone, again = threads.run(turns_and_drains)
+    check_tokens(folder, [first, second, again])
+    num_old = (NUM_NEW + NUM_OUTPUT - 1) // BLOCK * BLOCK
+    assert second.metrics.num_cached_tokens == num_old
+    assert alone.metrics.path == "prefill_only"
+    assert again.metrics.num_cached_tokens == NUM_ALONE // BLOCK * BLOCK
+    assert again.metrics.num_read_tokens == NUM_ALONE // BLOCK * BLOCK
+
+
+def _computed_last(threads: NodeThreads, name: str) -> float:
+    return max((record.ended_s for record in threads.records(name)), default=0.0)

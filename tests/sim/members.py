@@ -25,6 +25,7 @@ from baton.protocol.config import (
 from baton.protocol.errors import NodeError
 from baton.protocol.ids import Epoch, Key, NodeId
 from baton.protocol.messages import (
+    PREFETCHES,
     PREFIX_READS,
     PROTOCOL_VERSION,
     Crashed,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
 COMPILE_S = (0.0, 0.005, 0.05, 0.4)  # that a node's thread takes for a grammar
 DRAIN_S = 5.0
+HAND_OVER_S = 2.0
 FIRST_DOUBLE = 1000  # life of a node that uses the name of another
 
 T = TypeVar("T")
@@ -211,9 +213,7 @@ class SimNode(Member):
             VOCAB,
             compute="sim" if world.lends else self.name,
             reaches=(f"{kind.name}@host",),
-            facts=NodeFacts(
-                step=StepLimits(8, 32), features=(PREFIX_READS,) if world.lends else ()
-            ),
+            facts=NodeFacts(step=StepLimits(8, 32), features=self._features()),
         )
         self.info = info
         self.loop = self.loop_with(self.pool, self.executor, self.sockets, process.clock)
@@ -222,6 +222,11 @@ class SimNode(Member):
         self.sockets.ready(info)
         self.vitals.note(is_ready=True)
         self.wake()
+
+    def _features(self) -> tuple[str, ...]:
+        if not self.world.lends:
+            return ()
+        return (PREFETCHES, PREFIX_READS) if self.role == "decode" else (PREFETCHES,)
 
     def _store(self, rank: int) -> FolderStore:
         """Open the files of a rank, which the lives of a node share. A double has others."""
@@ -232,7 +237,9 @@ class SimNode(Member):
         block_bytes = BLOCK_BYTES // self.num_ranks
         num_bytes = world.num_slots * (block_bytes + RECORD_BYTES)
         maker = self.model.encode().ljust(16)
-        return FolderStore(folder, f"rank{rank}", num_bytes, block_bytes, maker)
+        store = FolderStore(folder, f"rank{rank}", num_bytes, block_bytes, maker)
+        world.opened_stores.append(store)
+        return store
 
     def loop_with(
         self, pool: BlockPool, executor: Executor, links: EngineSockets, clock: Callable[[], float]
@@ -316,7 +323,8 @@ class SimNode(Member):
         if isinstance(scheduler, DecodeScheduler):
             for sequence in (*scheduler._running.values(), *scheduler._leaving.values()):
                 yield sequence.blocks
-            yield from scheduler._prefixes._lent.values()
+        yield from requests.prefixes._lent.values()
+        yield requests.prefetches.landing()
         yield from requests.reads._draining.values()
         yield scheduler.tiers.copying()
         for copies in (requests.copies._next, *(plan.copies for plan in self.loop._launched)):
@@ -393,12 +401,14 @@ class SimNode(Member):
 
     def _drain(self) -> None:
         self._drain_by_s = self.process.clock() + DRAIN_S
-        self.loop.drain()
+        self.loop.drain(HAND_OVER_S if self.world.lends else 0.0)
         self.vitals.note(is_draining=True)
         load = self.scheduler.load()
         self.sockets.broadcast(Heartbeat(NodeId(self.name), self.epoch, load, is_draining=True))
         self.wake()
 
     def _has_drained(self) -> bool:
-        is_asked = self._drain_by_s is not None
-        return is_asked and (self.loop.is_idle or self.process.clock() > (self._drain_by_s or 0))
+        if self._drain_by_s is None:
+            return False
+        has_ended = self.loop.is_idle and self.loop.has_handed_over
+        return has_ended or self.process.clock() > self._drain_by_s

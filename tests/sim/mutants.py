@@ -16,7 +16,15 @@ import zmq
 
 from baton.kv_transfer.agent import AgentTurns
 from baton.kv_transfer.bookkeeping import ReaderLease, Tombstones
-from baton.kv_transfer.interfaces import Effects, PrefixWanted
+from baton.kv_transfer.interfaces import (
+    Effects,
+    KVReceived,
+    OfferBroken,
+    PrefixWanted,
+    ReceiveEnded,
+    Released,
+    TierPart,
+)
 from baton.kv_transfer.receive import KVReceive
 from baton.kv_transfer.stores import FolderStore
 from baton.node import loop
@@ -27,13 +35,13 @@ from baton.node.router_channel import RouterChannel
 from baton.node.scheduling.block_pool import BlockPool
 from baton.node.scheduling.outputs import Outputs
 from baton.node.scheduling.plan import Slice, StepResult
+from baton.node.scheduling.prefetches import Prefetches, _Read
 from baton.node.scheduling.prefix_reads import PrefixCosts, PrefixOffers
 from baton.node.scheduling.prompt_reads import PrefixReads
 from baton.node.scheduling.request import Request, Sequence
 from baton.node.scheduling.tiers import TierIndex, Tiers
 from baton.node.sockets import EngineSockets, PeerName
 from baton.protocol.errors import Failure, NodeError
-from baton.protocol.ids import Key
 from baton.protocol.messages import NodeInfo, Offered
 from baton.router.core import node_link, registry
 from baton.router.core.admission import Admission
@@ -144,6 +152,10 @@ def _take_peers_for_granted(sockets: EngineSockets, info: NodeInfo) -> None:
 
 _FAIL = KVReceive._fail
 _SLICE = Sequence.slice
+_PREFETCH_OFFERED = Prefetches._offered
+_PREFETCH_GIVE_UP = Prefetches._give_up
+_PREFETCH_STEP = Prefetches.step
+_LEND_LOAD = PrefixOffers._load
 _SAVE_SOME = Tiers._save_some
 _SETTLED = EngineLoop._settled
 _CONNECT = Dialer._connect
@@ -168,8 +180,9 @@ def _lend_without_holding(offers: PrefixOffers, report: PrefixWanted) -> None:
         offers._pool.release(offers._lent[report.key])
 
 
-def _take_back_nothing(offers: PrefixOffers, key: Key) -> None:
-    del offers._lent[key]
+def _take_back_nothing(offers: PrefixOffers, report: Released | OfferBroken) -> None:
+    if isinstance(report, Released):
+        del offers._lent[report.key]
 
 
 def _compute_where_it_lands(reads: PrefixReads, _now_s: float, request: Request) -> None:
@@ -217,6 +230,36 @@ def _sum_the_bytes_alone(_store: FolderStore, _block_hash: bytes, block: memoryv
     return zlib.crc32(block)
 
 
+def _cache_what_is_offered(prefetches: Prefetches, read: _Read, num_blocks: int) -> None:
+    _PREFETCH_OFFERED(prefetches, read, num_blocks)
+    prefetches._pool.store(read.hashes[: len(read.landing)], read.landing)
+
+
+def _release_while_it_lands(prefetches: Prefetches, read: _Read, why: str) -> None:
+    _PREFETCH_GIVE_UP(prefetches, read, why)
+    prefetches._pool.release(read.landing)
+    read.landing = []
+
+
+def _give_up_soon(prefetches: Prefetches, now_s: float) -> None:
+    _PREFETCH_STEP(prefetches, now_s)
+    prefetches.give_way()
+
+
+def _lend_what_is_loaded(
+    offers: PrefixOffers, wanted: PrefixWanted, parts: list[TierPart], hashes: list[bytes]
+) -> None:
+    _LEND_LOAD(offers, wanted, parts, hashes)
+    offers._offer(wanted.key, wanted.reader)
+    for load in offers._loads.values():
+        offers._pool.store(load.hashes, load.landing)
+
+
+def _note_loaded(offers: PrefixOffers, _load: object, report: KVReceived | ReceiveEnded) -> None:
+    failure = report.failure if isinstance(report, ReceiveEnded) else None
+    offers._tiers.loaded(report.key, failure)
+
+
 MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     "free blocks before their reads have ended": ((KVReceive, "_fail", _finish_at_once),),
     "wait for the reads of one rank": ((KVReceive, "_have_all_ranges", _any_rank_has_all),),
@@ -253,7 +296,7 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
         *LEASES,
         (SimShm, "is_stale", lambda *_: False),
         (PrefixOffers, "wanted", _lend_without_holding),
-        (PrefixOffers, "released", _take_back_nothing),
+        (PrefixOffers, "ended", _take_back_nothing),
     ),
     "compute where a broken read still lands": ((PrefixReads, "broken", _compute_where_it_lands),),
     "go on from a prefix that was only offered": ((PrefixReads, "offered", _count_as_read),),
@@ -268,6 +311,15 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     "serve damaged blocks": ((FolderStore, "_checksum", lambda *_: 0),),
     "serve what another hash names": ((FolderStore, "_checksum", _sum_the_bytes_alone),),
     "compute where a late load still lands": ((KVReceive, "_fail", _end_load_at_once),),
+    "cache what is only offered": ((Prefetches, "_offered", _cache_what_is_offered),),
+    "use blocks into which a prefetch lands": (
+        (Prefetches, "step", _give_up_soon),
+        (Prefetches, "_give_up", _release_while_it_lands),
+    ),
+    "lend what a tier is still loading": (
+        (PrefixOffers, "_load", _lend_what_is_loaded),
+        (PrefixOffers, "_loaded", _note_loaded),
+    ),
     "end for want of memory": ((dialer, "_why_unsent", _raise_other_errors),),
     "end for want of descriptors": ((EngineSockets, "_dial", _take_peers_for_granted),),
     "tell the time by the wall clock": ((Process, "clock", _wall_clock),),
@@ -301,6 +353,9 @@ SHOWN_BY: Mapping[str, tuple[str, ...]] = {
     "serve damaged blocks": ("damaged disk", "kill node"),
     "serve what another hash names": ("damaged disk", "kill node"),
     "compute where a late load still lands": ("slow disk",),
+    "cache what is only offered": ("drain node", "drop peers", "kill node"),
+    "use blocks into which a prefetch lands": ("drain node",),
+    "lend what a tier is still loading": ("slow disk",),
     "end for want of memory": ("no memory",),
     "end for want of descriptors": ("no descriptors", "kill node"),
 }

@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from baton.kv_transfer.stores import FolderStore
 from baton.node.router_channel import LONGEST_WAIT_S
 from baton.node.scheduling import prefix_reads
 from baton.protocol.config import TransferConfig
 from baton.protocol.ids import Key
 from baton.protocol.messages import PROTOCOL_VERSION
-from baton.router.core import policy
+from baton.router.core import policy, prefetches
 from baton.router.http.api import large_bodies
 from baton.router.worker import Worker
 from tests.sim.clients import Client
@@ -73,6 +74,8 @@ class Result:
 
 
 class World:
+    loses_pools = True  # which no ring of events shows
+
     def __init__(
         self,
         loop: SimLoop,
@@ -91,10 +94,11 @@ class World:
         self.lends = self.prefix_rng.random() < 0.7 and lends and not state_blocks
         # Nodes save what they have cached in slots of a folder, of which some are full soon.
         self.tier_rng = random.Random(f"tiers {seed}")
-        self.num_slots = 0 if state_blocks else self.tier_rng.choice((0, 0, 6, 24, 200))
+        self.num_slots = 0 if state_blocks else self.tier_rng.choice((0, 6, 24, 200, 200))
         self.root = Context(0, -1, 0, None)
         self.contexts: list[Context] = [self.root]  # whose numbers are in files
         self.context_numbers: dict[int, int] = {}  # by their ids
+        self.opened_stores: list[FolderStore] = []  # of all lives, until the schedule ends
         self.disk = Path(tempfile.mkdtemp(prefix="baton-sim-"))
         self.least_prefix_s = self.prefix_rng.choice((0.02, 0.5, 3.0))  # that a prompt waits
         rng = self.rng
@@ -217,9 +221,18 @@ class World:
                     self._check_joined(node, router)
 
     async def _forget_prefixes(self) -> None:
-        """Let prefill nodes forget what they have cached, so that they read it from others."""
-        while self.lends:
+        """Let prefill nodes forget what they have cached, so that they read it from others.
+
+        Any node may lose what its pool has, but not what its folder has.
+        """
+        while self.lends or self.num_slots:
             await asyncio.sleep(self.prefix_rng.uniform(0.2, 2.0))
+            if self.num_slots and self.loses_pools:
+                loser = self.tier_rng.choice(self.nodes)
+                if loser.is_up:
+                    loser.process.call(loser.pool.reset_prefix_cache)
+            if not self.lends or self.prefix_rng.random() < 0.5:
+                continue
             node = self.prefix_rng.choice([one for one in self.nodes if one.role == "prefill"])
             router = self.prefix_rng.choice(self.routers)
             if router.is_up and router.knows(node):
@@ -367,6 +380,10 @@ class World:
         """Let nodes read a few tokens, and wait for them for as long as this world does."""
         with (
             mock.patch.object(policy, "MIN_READ_TOKENS", LEAST_PREFIX_TOKENS),
+            mock.patch.object(prefetches, "MIN_READ_TOKENS", LEAST_PREFIX_TOKENS),
+            mock.patch.object(prefetches, "LEAST_BLOCKS", 1),
+            mock.patch.object(prefetches, "HOT_REQUESTS", 2.0),
+            mock.patch.object(prefetches, "REST_S", 2.0),
             mock.patch.object(prefix_reads, "MIN_READ_TOKENS", LEAST_PREFIX_TOKENS),
             mock.patch.object(prefix_reads, "MIN_TIMEOUT_S", self.least_prefix_s),
             mock.patch.object(prefix_reads, "FORGET_S", 1.0),
@@ -427,6 +444,8 @@ def simulate_once(
     finally:
         for member in (*world.routers, *world.nodes, *world.twins):
             member.process.kill()
+        for store in world.opened_stores:
+            store.close()
         shutil.rmtree(world.disk)
         loop.close()
         asyncio.set_event_loop(None)
@@ -434,6 +453,7 @@ def simulate_once(
         counts = node.pool.counts
         world.fates["prefix read"] += counts.prefix_read_tokens
         world.fates["prefix not read"] += counts.failed_prefix_reads
+        world.fates["prefetched"] += counts.prefetched_tokens
         world.fates["folder read"] += counts.folder_hit_tokens
     gap_s = max(client.longest_gap_s for client in world.clients)
     return Result(

@@ -52,6 +52,12 @@ class NodeThread:
         except Exception as error:  # noqa: BLE001  raised again by `stop`, in the test's thread
             self.error = error
 
+    def drain(self) -> None:
+        """Let it end as a node does that is told to, which takes its time."""
+        self.node.drain()
+        self._thread.join(START_TIMEOUT_S)
+        assert not self._thread.is_alive(), f"{self.node.node_id} does not end"
+
     def stop(self) -> None:
         self.node.stop()
         self._thread.join(START_TIMEOUT_S)
@@ -78,6 +84,7 @@ class NodeThreads:
         self.block_bytes = block_bytes(Path(config.model.path), config.cache.block_size)
         self._prefix = prefix or {}
         self._ranks = ranks or {}
+        self.nodes: dict[str, NodeThread] = {}
         control = f"ipc://{folder}/control"
         self.config = msgspec.structs.replace(
             config,
@@ -100,6 +107,7 @@ class NodeThreads:
         llm = AsyncLLM(config=self.config, start_nodes=False)
         nodes = [self._node("prefill", i) for i in range(self.config.prefill)]
         nodes += [self._node("decode", i) for i in range(self.config.decode)]
+        self.nodes = {str(one.node.node_id): one for one in nodes}
         try:
             await llm.start()
             await llm.ready(START_TIMEOUT_S)

@@ -43,6 +43,9 @@ ABORT_SHARE = 0.2
 SPARE_DESCRIPTORS = 16
 SPARE_THREADS = 4
 SPARE_MIB = 64
+NUM_BLOCKS = 400  # of a pool, few enough to be evicted and fought over
+TIER_GIB = 1 / 16
+CACHE = "cache"  # the folder below that of the soak
 OVER_LOOPBACK = (("UCX_TLS", "tcp"), ("UCX_NET_DEVICES", "lo"))
 
 
@@ -55,6 +58,10 @@ class SoakSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transport: Annotated[TransportChoice, Meta(description="how blocks are read")] = "auto"
     model: Annotated[str, Meta(description="folder of the model")] = str(CHECKPOINT)
     vocab_size: Annotated[int, Meta(ge=4, description="prompts hold ids below it")] = 700
+    tiers: Annotated[
+        bool,
+        Meta(description="keep cached blocks in memory and in a folder, whose files are damaged"),
+    ] = False
     folder: Annotated[str, Meta(description="existing folder for the logs of all processes")] = ""
 
 
@@ -87,8 +94,9 @@ class SoakReport(msgspec.Struct, frozen=True):
 async def soak(settings: SoakSettings, folder: Path) -> SoakReport:
     """Run the soak in an empty folder. Raises `BatonError` if the cluster cannot serve at all."""
     env = OVER_LOOPBACK if settings.transport == "nixl" else ()
-    async with SoakCluster(folder, _config(settings), env) as cluster:
-        faults = Faults(cluster, settings.seed, settings.faults)
+    async with SoakCluster(folder, _config(settings, folder), env) as cluster:
+        cache = folder / CACHE if settings.tiers else None
+        faults = Faults(cluster, settings.seed, settings.faults, cache)
         asks = draw(settings.seed, NUM_ASKS, settings.vocab_size)
         streams = Streams(cluster.url, NAME, asks, faults.ended_router)
         await streams.learn()
@@ -149,12 +157,20 @@ async def _load(settings: SoakSettings, streams: Streams, faults: Faults) -> lis
     return [record for client in clients for record in client.result()]
 
 
-def _config(settings: SoakSettings) -> ClusterConfig:
+def _config(settings: SoakSettings, folder: Path) -> ClusterConfig:
+    cache = CacheConfig(num_blocks=NUM_BLOCKS)
+    if settings.tiers:
+        cache = CacheConfig(
+            num_blocks=NUM_BLOCKS,
+            kv_offloading_size=TIER_GIB,
+            folder=str(folder / CACHE),
+            folder_size=TIER_GIB,
+        )
     return ClusterConfig(
         prefill=2,
         decode=2,
         model=ModelConfig(path=settings.model, served_model_name=NAME),
-        cache=CacheConfig(num_blocks=400),  # few enough to be evicted and fought over
+        cache=cache,
         engine=EngineConfig(max_num_batched_tokens=64, threads=1),
         # Faults come faster here than attempts bring tokens.
         router=RouterConfig(max_attempts=8),

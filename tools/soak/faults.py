@@ -6,10 +6,13 @@ except for the freezes of a minute, which come once in ten rounds.
 """
 
 import asyncio
+import os
 import random
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -21,14 +24,21 @@ LOOK_S = 0.02
 ROUNDS_PER_LONG_FREEZE = 10
 
 
+Damage = Literal["", "alter", "truncate"]
+
+
 class Kind(msgspec.Struct, frozen=True):
-    """Freeze, wake if asked to, run for a while, then end by a signal if one is set."""
+    """Freeze, wake if asked to, run for a while, then end by a signal if one is set.
+
+    A damage is done to a file of cached blocks before that.
+    """
 
     name: str
     freeze_s: float = 0.0
     wakes: bool = False
     awake_s: float = 0.0
     ends_by: signal.Signals | None = None
+    damage: Damage = ""
 
 
 KINDS = (
@@ -38,6 +48,10 @@ KINDS = (
     Kind("freeze 6 s", 6.0, wakes=True),
     Kind("freeze, kill", 5.0, ends_by=signal.SIGKILL),
     Kind("freeze, wake, kill", 6.0, True, 1.0, signal.SIGKILL),
+)
+OF_FILES = (
+    Kind("file altered", 0.0, True, 2.0, damage="alter"),
+    Kind("file cut, kill", ends_by=signal.SIGKILL, damage="truncate"),
 )
 LONG = Kind("freeze 60 s", 60.0, wakes=True)
 ROLES = ("prefill", "decode", "router")
@@ -62,15 +76,18 @@ class Fault:
 
 
 class Faults:
-    """`count` faults, in an order that `seed` fixes."""
+    """`count` faults, in an order that `seed` fixes; some are of the files in `cache`."""
 
-    def __init__(self, cluster: SoakCluster, seed: int, count: int) -> None:
+    def __init__(
+        self, cluster: SoakCluster, seed: int, count: int, cache: Path | None = None
+    ) -> None:
+        self._cache = cache
         self.begun: list[Fault] = []
         self.bad_exits: list[str] = []
         self._cluster = cluster
         self._count = count
         self._dice = random.Random(seed)
-        self._planned = plan(self._dice)
+        self._planned = plan(self._dice, damages=cache is not None)
         self._busy: set[str] = set()
 
     def ended_router(self, since_s: float) -> bool:
@@ -110,6 +127,8 @@ class Faults:
     async def _strike(self, fault: Fault) -> None:
         kind = fault.kind
         name = fault.process
+        if kind.damage and self._cache is not None:
+            _damage(self._cache, kind.damage, fault.role, self._dice)
         if kind.freeze_s:
             self._cluster.send(name, signal.SIGSTOP)
             await asyncio.sleep(kind.freeze_s)
@@ -127,7 +146,24 @@ class Faults:
         await self._cluster.until(f"{name} after {kind.name!r}", is_back)
 
 
-def plan(dice: random.Random) -> Iterator[tuple[str, Kind]]:
+def _damage(cache: Path, how: Damage, role: str, dice: random.Random) -> None:
+    """Alter or cut a file of blocks of a node of that role."""
+    files = [path for path in sorted(cache.glob(f"{role}-*/*.blocks")) if path.stat().st_size]
+    if not files:
+        return
+    path = dice.choice(files)
+    at = dice.randrange(path.stat().st_size)
+    if how == "truncate":
+        os.truncate(path, at)
+        return
+    with path.open("r+b") as file:
+        file.seek(at)
+        [old] = file.read(1)
+        file.seek(at)
+        file.write(bytes([old ^ 1]))
+
+
+def plan(dice: random.Random, *, damages: bool = False) -> Iterator[tuple[str, Kind]]:
     """Yield rounds of all pairs of a role and a kind, each round in an order of its own."""
     number = 0
     while True:
@@ -138,6 +174,8 @@ def plan(dice: random.Random) -> Iterator[tuple[str, Kind]]:
             for kind in KINDS
             if role != "router" or kind.name in OF_ROUTER
         ]
+        if damages:
+            pairs += [(role, kind) for role in ROLES[:2] for kind in OF_FILES]
         if number % ROUNDS_PER_LONG_FREEZE == 0:
             pairs += [(role, LONG) for role in ROLES]
         dice.shuffle(pairs)

@@ -23,6 +23,7 @@ Takes (dict "root" $ "component" NAME "own" VALUES).
 {{- $section := get $settings (ternary "router" "node" $isRouter) | default dict -}}
 {{- $grace := add (ceil (dig "shutdown_timeout_s" 30 $section)) 15 -}}
 {{- $tls := and $isRouter (dig "ssl_certfile" "" $section) -}}
+{{- $blocks := dig "cacheFolder" "size" "" $own -}}
 {{- $limits := deepCopy ($own.resources.limits | default dict) -}}
 {{- if and (not $isRouter) (gt (int $own.gpus) 0) }}{{ $_ := set $limits "nvidia.com/gpu" (toString (int $own.gpus)) }}{{ end -}}
 {{- $requests := mergeOverwrite (deepCopy ($own.resources.requests | default dict)) (deepCopy $limits) -}}
@@ -54,6 +55,18 @@ spec:
   replicas: {{ int $own.replicas }}
   {{- end }}
   serviceName: {{ $full }}
+  {{- if $blocks }}
+  persistentVolumeClaimRetentionPolicy: {whenDeleted: Delete, whenScaled: Retain}
+  volumeClaimTemplates:
+    - metadata: {name: blocks}
+      spec:
+        accessModes: [ReadWriteOnce]
+        {{- with $own.cacheFolder.storageClass }}
+        storageClassName: {{ . }}
+        {{- end }}
+        resources:
+          requests: {storage: {{ $blocks }}}
+  {{- end }}
   podManagementPolicy: Parallel
   selector:
     matchLabels:
@@ -152,6 +165,9 @@ spec:
             - {name: scratch, mountPath: /tmp}
             - {name: cache, mountPath: /var/cache/baton}
             - {name: shared-memory, mountPath: /dev/shm}
+            {{- if $blocks }}
+            - {name: blocks, mountPath: /var/lib/baton/blocks}
+            {{- end }}
             {{- if $claim }}
             - {name: model, mountPath: /model, readOnly: true}
             {{- end }}
@@ -254,6 +270,9 @@ securityContext:
 - {name: BATON_NODE_ROUTERS, value: {{ join "," $dialled | quote }}}
 - {name: BATON_NODE_BIND, value: "tcp://[$(POD_IP)]{{ with int .own.peerPort }}:{{ . }}{{ end }}"}
 - {name: BATON_NODE_HTTP, value: "*:{{ int .own.httpPort }}"}
+{{- if dig "cacheFolder" "size" "" .own }}
+- {name: BATON_CACHE_FOLDER, value: /var/lib/baton/blocks/cached}
+{{- end }}
 {{- end }}
 - {name: HOME, value: /var/cache/baton}
 - {name: XDG_CACHE_HOME, value: /var/cache/baton}

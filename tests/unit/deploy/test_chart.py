@@ -43,7 +43,13 @@ FULL: dict[str, Any] = {
         "extraVolumes": [{"name": "certificates", "secret": {"secretName": "tls"}}],
         "extraVolumeMounts": [{"name": "certificates", "mountPath": "/tls"}],
     },
-    "pools": {"prefill": {"gpus": 2, "resources": {"limits": {"rdma/hca": "1"}}}},
+    "pools": {
+        "prefill": {
+            "cacheFolder": {"size": "9Gi", "storageClass": "nvme"},
+            "gpus": 2,
+            "resources": {"limits": {"rdma/hca": "1"}},
+        }
+    },
     "serviceAccount": {"create": True},
     "ingress": {"enabled": True, "host": "llm.example", "tlsSecret": "tls", "className": "nginx"},
     "httpRoute": {"enabled": True, "parentRefs": [{"name": "gateway"}]},
@@ -278,3 +284,16 @@ def test_the_chart_knows_the_sections_defaults_and_version_of_baton():
     )
     assert start_s == NodeConfig().start_timeout_s
     assert RouterConfig().shutdown_timeout_s == NodeConfig().shutdown_timeout_s
+
+
+def test_a_pool_with_a_cache_folder_has_a_volume_for_each_of_its_pods():
+    found = objects_of("--set", "pools.decode.cacheFolder.size=20Gi")
+    with_one, without = (found["StatefulSet", f"small-{name}"] for name in ("decode", "prefill"))
+    assert "volumeClaimTemplates" not in without["spec"]
+    [claim] = with_one["spec"]["volumeClaimTemplates"]
+    assert claim["spec"]["resources"]["requests"] == {"storage": "20Gi"}
+    mounts = named(container_of(found, "small-decode")["volumeMounts"])
+    folder = named(container_of(found, "small-decode")["env"])["BATON_CACHE_FOLDER"]["value"]
+    assert Path(folder).is_relative_to(mounts[claim["metadata"]["name"]]["mountPath"])
+    assert "BATON_CACHE_FOLDER" not in named(container_of(found, "small-prefill")["env"])
+    assert "sise" in refusal("--set", "node.cacheFolder.sise=1Gi")

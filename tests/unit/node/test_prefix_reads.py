@@ -251,7 +251,7 @@ def test_a_decode_node_lends_what_it_has_of_a_prompt_and_a_response():
 
 @pytest.mark.parametrize(
     ("num_blocks", "num_held", "prompt"),
-    [(64, 5, PROMPT), (64, 0, [1] * 20), (16, 0, PROMPT)],
+    [(64, 5, PROMPT), (64, 0, [1] * 20), (16, 4, PROMPT)],
     ids=["the reader has as much", "it has none", "it would lend too much of its pool"],
 )
 def test_what_is_not_there_or_too_much_is_not_lent(num_blocks, num_held, prompt):
@@ -262,6 +262,15 @@ def test_what_is_not_there_or_too_much_is_not_lent(num_blocks, num_held, prompt)
     assert isinstance(refusal, RefusePrefix)
     assert (refusal.key, refusal.reader, refusal.failure.code) == (key(), "p0", "no_prefix")
     assert drive.pool.num_owned == 0
+
+
+def test_a_node_lends_a_part_of_a_prefix_that_is_too_long_for_its_pool():
+    drive = lender(16)
+    drive.scheduler.on_report(0.0, wanted(prompt=PROMPT))
+    drive.launch()
+    offer = drive.asked[-3]
+    assert isinstance(offer, Offer)
+    assert offer.num_blocks == drive.pool.num_owned == 4
 
 
 def test_a_read_is_waited_for_as_long_as_computing_takes_and_not_begun_if_that_is_quicker():

@@ -14,8 +14,11 @@ from baton.kv_transfer.interfaces import (
     FetchPrefix,
     KVReceived,
     LoadPrefix,
+    PrefixWanted,
     ReceiveBroken,
     ReceiveEnded,
+    RefusePrefix,
+    Released,
     SaveBlocks,
     TierOpened,
 )
@@ -24,11 +27,12 @@ from baton.node.scheduling.tiers import MAX_SAVES, RETRY_S
 from baton.protocol.blocks import KEY_BYTES, NO_HASH, block_hashes, pack_hashes, unpack_hashes
 from baton.protocol.errors import Failure
 from baton.protocol.ids import NodeId
-from baton.protocol.messages import TierName
+from baton.protocol.messages import BlockRange, TierName
 from baton.protocol.sampling import Scope
 from tests.sim.executor import Context
 from tests.support.drive import (
     BLOCK_SIZE,
+    ROOT,
     Drive,
     continuation,
     decode_drive,
@@ -420,3 +424,78 @@ def test_a_model_that_keeps_a_state_has_no_tiers():
     drive = prefill_drive(state_blocks=1)
     drive.scheduler.on_report(0.0, TierOpened("folder", 4, NO_HASH * 4))
     assert not drive.scheduler.tiers.by_name
+
+
+LENT = list(range(100, 100 + 6 * BLOCK_SIZE))
+LENT_HASHES = block_hashes(LENT, BLOCK_SIZE)
+
+
+def wants(drive: Drive, num_held_blocks: int = 0) -> None:
+    wanted = PrefixWanted(key("r"), NodeId("reader"), pack_hashes(LENT_HASHES), num_held_blocks)
+    drive.scheduler.on_report(drive.now_s, wanted)
+    drive._collect()
+
+
+def lent(drive: Drive) -> list[int]:
+    """The blocks that are announced to the reader, after the steps that it takes."""
+    drive.run()
+    return [
+        block for event in drive.asked if isinstance(event, BlockRange) for block in event.block_ids
+    ]
+
+
+@pytest.mark.parametrize("kind", [prefill_drive, decode_drive])
+def test_what_a_tier_alone_has_is_loaded_and_lent(kind):
+    tier = TierDrive(kind())
+    drive = tier.drive
+    adds(drive, "before", LENT)
+    assert tier.saves_all() == 6
+    drive.pool.reset_prefix_cache()
+    wants(drive)
+    [load] = tier.asked(LoadPrefix)
+    assert load.key != key("r"), "a prompt of that key may load something, too"
+    assert not lent(drive)
+    tier.lands(load)
+    tier.reports(KVReceived(load.key, (), 0, 0.0, 0.0))
+    blocks = lent(drive)
+    assert [drive.model.slots[block][0] for block in blocks] == [
+        ROOT.extended(LENT[: number * BLOCK_SIZE + 1]) for number in range(6)
+    ]
+    assert drive.pool.cache.lookup(LENT_HASHES) == blocks
+    assert not drive.plans[-1].slices, "a step that computes nothing has published them"
+    tier.reports(Released(key("r")))
+    assert drive.pool.num_owned == 0
+
+
+@pytest.mark.parametrize("num_known", [0, 2])
+def test_a_loan_whose_load_fails_is_of_what_the_pool_has(num_known):
+    tier = TierDrive(decode_drive())
+    drive = tier.drive
+    adds(drive, "before", LENT)
+    tier.saves_all()
+    drive.pool.reset_prefix_cache()
+    known = drive.pool.allocate(num_known)
+    drive.pool.store(LENT_HASHES[:num_known], known)
+    drive.pool.release(known)
+    drive.pool.take_fresh()
+    wants(drive)
+    [load] = tier.asked(LoadPrefix)
+    [part] = load.parts
+    assert unpack_hashes(part.hashes) == LENT_HASHES[num_known:]
+    tier.reports(ReceiveBroken(load.key))
+    tier.reports(ReceiveEnded(load.key, BROKEN, part.block_ids[:1]))
+    assert drive.pool.num_quarantined == 1
+    assert lent(drive) == known
+    if not num_known:
+        assert RefusePrefix in map(type, drive.asked)
+    assert drive.pool.num_owned == num_known
+
+
+def test_no_more_is_loaded_to_be_lent_than_may_be_lent():
+    tier = TierDrive(decode_drive(num_blocks=16))
+    adds(tier.drive, "before", LENT)
+    tier.saves_all()
+    tier.drive.pool.reset_prefix_cache()
+    wants(tier.drive)
+    [load] = tier.asked(LoadPrefix)
+    assert unpack_hashes(load.parts[0].hashes) == LENT_HASHES[:4]

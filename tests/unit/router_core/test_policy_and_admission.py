@@ -646,6 +646,16 @@ def test_a_decode_node_may_compute_what_it_lacks_of_a_folder():
     assert choose(registry, place("a", 200)) == (None, "d1")
 
 
+def test_a_prefix_is_read_from_a_decode_node_that_has_it_in_a_folder_alone():
+    infos = [lending(info) if info.role == "decode" else info for info in PAIRS]
+    registry = with_folder(cluster(*infos), d1=160)
+    assert prefix_of(registry) == ("d1", 160, 40)
+    holding(registry, d0=156)
+    assert prefix_of(registry) == ("d0", 156, 44), "a pool lends nearly as much, and sooner"
+    holding(registry, d0=80)
+    assert prefix_of(registry) == ("d1", 160, 40)
+
+
 def test_a_missed_change_of_a_tier_is_noticed_and_its_node_takes_it_along():
     registry = with_folder(holding(cluster(*PAIRS), p1=60), p1=180)
     assert registry.hears_cache(NodeId("p1"), CacheChanges(1))
