@@ -266,6 +266,16 @@ class SamplingParams(msgspec.Struct, frozen=True):
             le=MAX_COUNT,
         ),
     ] = 0
+    priority: Annotated[
+        int,
+        About(
+            "nodes with `--scheduling-policy priority` serve lower ones first, and those of equal "
+            "priority as they came; other nodes ignore it",
+            ge=-(2**31),
+            le=2**31 - 1,
+            body=Int32,
+        ),
+    ] = 0
     logprobs: Annotated[
         int | None,
         About(

@@ -93,7 +93,7 @@ OF_BOTH = {
     "truncate_prompt_tokens": '0 -2 "1" [] 1000000',
     "add_special_tokens": '1 "no" []',
     "spaces_between_special_tokens": "false 1",
-    "priority": '1 -1 "0" []',
+    "priority": '1.5 "0" [] true 2147483648 -2147483649',
     "modalities": '["audio"] ["text","audio"] "text" 1',
     "include_reasoning": '1 "no" []',
     "user": "1 [] {} true",

@@ -100,7 +100,6 @@ class AnyBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
     truncate_prompt_tokens: KeptTokens | None = None  # the last ones of the prompt
     # These are accepted only with values that ask for nothing (`_NEUTRAL`).
-    priority: int | None = None
     include_reasoning: bool | None = None  # in chats; a completion's text has it anyway
     # These change nothing about a response.
     user: str | None = None
@@ -176,7 +175,6 @@ class ChatBody(GenerationBody, kw_only=True):
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     # Bodies may cut their prompts, unlike `SamplingParams`.
     **{name: values for name, values in NEUTRAL.items() if name != "truncate_prompt_tokens"},
-    "priority": (0,),
     "modalities": (["text"],),
     "suffix": ("",),
 }

@@ -39,6 +39,7 @@ REFUSED: list[tuple[str, object, str]] = [
     ("top_k", -2, ""),
     ("max_tokens", 0, ""),
     ("min_tokens", 17, ""),
+    ("priority", 2**31, ""),
     ("seed", 2**63, ""),
     ("stop", "", ""),
     ("stop_token_ids", [-1], ""),
@@ -49,6 +50,12 @@ REFUSED: list[tuple[str, object, str]] = [
 def test_a_value_that_asks_for_nothing_is_taken(given):
     params = SamplingParams(seed=1, **given)
     assert sampling_of(params, 16, EVERYONE) == Sampling(1, 16)
+
+
+def test_a_priority_reaches_the_nodes():
+    assert sampling_of(SamplingParams(seed=1, priority=-3), 16, EVERYONE) == Sampling(
+        1, 16, priority=-3
+    )
 
 
 @pytest.mark.parametrize(("name", "value", "text"), REFUSED)

@@ -183,6 +183,7 @@ async def test_sampling_fields_reach_the_engine_and_null_is_the_default(bench, e
         "n": 2,
         "max_tokens": 9,
         "min_tokens": 2,
+        "priority": -2,
         "stop": ["x"],
         "stop_token_ids": [4],
         "ignore_eos": True,
