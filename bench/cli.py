@@ -27,7 +27,8 @@ class Command(msgspec.Struct, frozen=True):
     """The docstring of `settings` describes the command."""
 
     settings: type[msgspec.Struct]
-    start: str  # MODULE:FUNCTION, called with the settings, and with the operands if it takes any
+    # MODULE:FUNCTION, called with the settings, and with the operands if it takes any.
+    start: str
     example: str
     operands: str = ""  # their placeholder in the help
     operands_help: str = ""
@@ -62,15 +63,35 @@ COMMANDS = {
 ABOUT = "Measure the latency of any OpenAI-compatible server."
 FURTHER = """`baton bench COMMAND --help` lists its flags. The definitions are in docs/bench.md
 and in every report."""
-GROUPS = {"target": "server", "arrival": "arrivals", "load": "arrivals", "workload": "requests"}
+GROUPS = {
+    "target": "server",
+    "arrival": "arrivals",
+    "load": "arrivals",
+    "workload": "requests",
+}
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run `baton bench ARGUMENTS`; return the exit code of the process."""
     name, rest = (arguments[0], list(arguments[1:])) if arguments else ("", [])
     if name in ("", "-h", "--help", "help"):
-        lines = [f"  {key:<10}{command.settings.__doc__}" for key, command in COMMANDS.items()]
-        print("\n".join(["usage: baton bench COMMAND [flags]", "", ABOUT, "", *lines, "", FURTHER]))
+        lines = [
+            f"  {key:<10}{command.settings.__doc__}"
+            for key, command in COMMANDS.items()
+        ]
+        print(
+            "\n".join(
+                [
+                    "usage: baton bench COMMAND [flags]",
+                    "",
+                    ABOUT,
+                    "",
+                    *lines,
+                    "",
+                    FURTHER,
+                ]
+            )
+        )
         return 0 if name else 2
     if name not in COMMANDS:
         near = did_you_mean(name, COMMANDS) or f": {', '.join(COMMANDS)}"
@@ -78,7 +99,9 @@ def main(arguments: Sequence[str]) -> int:
     command = COMMANDS[name]
     settings, others = parse(command.settings, rest)
     module, _, function = command.start.partition(":")
-    start: Callable[..., int] = getattr(importlib.import_module(f"baton.bench.{module}"), function)
+    start: Callable[..., int] = getattr(
+        importlib.import_module(f"baton.bench.{module}"), function
+    )
     return start(settings, others) if command.operands else start(settings)
 
 
@@ -105,7 +128,8 @@ def parser(settings: type[msgspec.Struct]) -> FlagParser:
             "operands", metavar=command.operands, nargs="*", help=command.operands_help
         )
     built.add_settings(
-        flags_of(settings), group_of=lambda field: GROUPS.get(field.section, field.section) or name
+        flags_of(settings),
+        group_of=lambda field: GROUPS.get(field.section, field.section) or name,
     )
     return built
 
@@ -114,7 +138,9 @@ def flags_of(settings: type[msgspec.Struct]) -> list[Field]:
     """Return the settings that have a flag; the bench itself finds out the others."""
     hidden = _command_of(settings)[1].no_flags
     fields = fields_of(settings)
-    return [field for field in fields if field.meta.description and field.name not in hidden]
+    return [
+        field for field in fields if field.meta.description and field.name not in hidden
+    ]
 
 
 def _command_of(settings: type[msgspec.Struct]) -> tuple[str, Command]:

@@ -34,7 +34,9 @@ def compare(settings: CompareSettings, operands: Sequence[str]) -> int:
         report = experiment.report
         report.title = " against ".join(arms)
         servers = connect(experiment, arms)
-        report.notes += [f"{name}: {server.described}" for name, server in servers.items()]
+        report.notes += [
+            f"{name}: {server.described}" for name, server in servers.items()
+        ]
         report.notes += flags
         rng = random.Random(settings.workload.seed)
         for number in range(1, settings.rounds + 1):
@@ -61,7 +63,9 @@ def arms_of(operands: Sequence[str], common: Target) -> dict[str, Target]:
             raise ConfigError(f"arm {word!r}: write it as NAME=URL or NAME=URL#MODEL")
         if name in arms:
             raise ConfigError(f"the arm {name} is named twice")
-        arms[name] = msgspec.structs.replace(common, url=url, model=model or common.model)
+        arms[name] = msgspec.structs.replace(
+            common, url=url, model=model or common.model
+        )
     if len(arms) < 2:
         raise ConfigError("a comparison needs two arms at least, each as NAME=URL")
     return arms
@@ -91,7 +95,9 @@ def flags_of(texts: Sequence[str], arms: Sequence[str]) -> list[str]:
 def connect(experiment: Experiment, arms: Arms) -> dict[str, Server]:
     """Return the servers, with only the extensions that all of them have."""
     servers = {name: experiment.connect(target) for name, target in arms.items()}
-    given = frozenset.intersection(*(server.probed.gives for server in servers.values()))
+    given = frozenset.intersection(
+        *(server.probed.gives for server in servers.values())
+    )
     workloads = [server.workload for server in servers.values()]
     narrowest = min(workloads, key=lambda workload: range_of(workload.vocabulary)[1])
     return {
@@ -109,7 +115,9 @@ def contrast(report: Report, arms: Sequence[str]) -> None:
     rounds = whole_rounds(report.runs, arms)
     left_out = len({run.round for run in report.runs}) - len(rounds)
     if left_out:
-        report.notes.append(f"{left_out} rounds are not compared: an arm has no valid run in them")
+        report.notes.append(
+            f"{left_out} rounds are not compared: an arm has no valid run in them"
+        )
     figures = [{arm: figures_of(one[arm].summary) for arm in arms} for one in rounds]
     for name in figures[0][arms[0]] if figures else ():
         values = {arm: [one[arm][name] for one in figures] for arm in arms}
@@ -119,14 +127,20 @@ def contrast(report: Report, arms: Sequence[str]) -> None:
                     name=name,
                     unit=unit_of(name),
                     better="lower" if unit_of(name) == "ms" else "higher",
-                    medians={arm: statistics.median(found) for arm, found in values.items()},
-                    ratios={arm: paired(values[arm], values[arms[0]]) for arm in arms[1:]},
+                    medians={
+                        arm: statistics.median(found) for arm, found in values.items()
+                    },
+                    ratios={
+                        arm: paired(values[arm], values[arms[0]]) for arm in arms[1:]
+                    },
                 )
             )
         elif any(any(found) for found in values.values()):
             # A figure that no arm ever has was not requested, so it is not missing.
             lacking = {arm: found.count(0.0) for arm, found in values.items()}
-            shown = ", ".join(f"{arm} in {count}" for arm, count in lacking.items() if count)
+            shown = ", ".join(
+                f"{arm} in {count}" for arm, count in lacking.items() if count
+            )
             report.notes.append(
                 f"WARNING: {name} is not compared: rounds without it, or with 0: {shown}"
             )

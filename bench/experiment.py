@@ -54,7 +54,8 @@ from baton.runtime.process import Interrupts
 
 LINE_EVERY_S = 5.0
 STOPPING = (
-    "stopping: the report keeps the results so far; a second Ctrl-C ends at once, without a report"
+    "stopping: the report keeps the results so far; a second Ctrl-C ends at once, "
+    "without a report"
 )
 
 
@@ -69,7 +70,9 @@ class Server(msgspec.Struct, frozen=True):
     def described(self) -> str:
         """Return one line that describes the server and the extensions in use."""
         gives = {"token ids": self.target.token_ids, "usage": self.target.usage}
-        found = ", ".join(name for name, given in gives.items() if given) or "nothing more"
+        found = (
+            ", ".join(name for name, given in gives.items() if given) or "nothing more"
+        )
         name = f" ({self.probed.server})" if self.probed.server else ""
         return f"{self.target.url}{name}: {self.target.model}, giving {found}"
 
@@ -119,7 +122,9 @@ class Experiment:
         probed = probe(target, self._interrupts.fileno())
         target = probed.fit(target)
         workload = self.settings.workload
-        if workload.vocabulary == AUTO and any(one.prompt_ids for one in self._draft.requests):
+        if workload.vocabulary == AUTO and any(
+            one.prompt_ids for one in self._draft.requests
+        ):
             low, high = accepted(target)
             workload = msgspec.structs.replace(workload, vocabulary=f"{low}-{high}")
         say(f"{target.url} serves {target.model}")
@@ -132,10 +137,13 @@ class Experiment:
         self.report.notes.append(server.described)
         return server
 
-    def _plan(self, workload: Workload, place: int, arrivals: ArrivalProcess | None) -> Plan:
+    def _plan(
+        self, workload: Workload, place: int, arrivals: ArrivalProcess | None
+    ) -> Plan:
         workload = reseeded(workload, place)
         if self._newest is None or self._newest[:2] != (workload, arrivals):
-            self._newest = None  # drop it before the next one is made, because plans are large
+            # Drop it before the next one is made, because plans are large.
+            self._newest = None
             plan = plan_of(workload, self.settings.load, arrivals)
             self._newest = workload, arrivals, plan
         return self._newest[2]
@@ -174,7 +182,10 @@ class Experiment:
             if not stop.is_set() and self.interrupted:
                 say(STOPPING)
                 stop.set()
-            elif not stop.is_set() and 0 < load.give_up_after <= progress.ended == progress.failed:
+            elif (
+                not stop.is_set()
+                and 0 < load.give_up_after <= progress.ended == progress.failed
+            ):
                 has_given_up = True
                 stop.set()
 
@@ -225,7 +236,11 @@ class Experiment:
 def bounds_of(settings: BoundSettings) -> Bounds | None:
     """Return the preset's bounds with single ones replaced; None if nothing bounds."""
     bounds = PRESETS[settings.preset] if settings.preset else Bounds()
-    given = {name: limit for name in Bounds.__struct_fields__ if (limit := getattr(settings, name))}
+    given = {
+        name: limit
+        for name in Bounds.__struct_fields__
+        if (limit := getattr(settings, name))
+    }
     bounds = msgspec.structs.replace(bounds, **given)
     return None if bounds == Bounds() else bounds
 
@@ -235,7 +250,9 @@ def run(settings: RunSettings) -> int:
     num_runs = settings.runs
     loads = [arrivals] * num_runs
     experiment = Experiment("run", settings, loads, settings.arrival)
-    places = [f", run {place}" for place in range(1, num_runs + 1)] if num_runs > 1 else [""]
+    places = (
+        [f", run {place}" for place in range(1, num_runs + 1)] if num_runs > 1 else [""]
+    )
     _run_all(experiment, [loop_of(settings.arrival) + place for place in places], loads)
     return experiment.finish(num_runs)
 
@@ -289,8 +306,13 @@ def search(settings: SearchSettings) -> int:
                 break
             if run is None:
                 break
-            if run.summary.outcomes.get(Outcome.WRONG_LENGTH, 0) == run.summary.num_requests:
-                raise BatonError(f"no response has the requested length: {outcome(run)}")
+            if (
+                run.summary.outcomes.get(Outcome.WRONG_LENGTH, 0)
+                == run.summary.num_requests
+            ):
+                raise BatonError(
+                    f"no response has the requested length: {outcome(run)}"
+                )
             if experiment.interrupted:
                 break
             rates.observe(probe_of(rate, run))
@@ -304,7 +326,9 @@ def probe_of(rate: float, run: Run) -> Probe:
     outcomes = run.summary.outcomes
     # A server that answers nothing fails, and one whose lengths are wrong if nothing else is. A
     # client without free sockets shows nothing about it.
-    wrong_length = outcomes.get(Outcome.WRONG_LENGTH, 0) > MAX_WRONG_LENGTHS * summary.num_requests
+    wrong_length = (
+        outcomes.get(Outcome.WRONG_LENGTH, 0) > MAX_WRONG_LENGTHS * summary.num_requests
+    )
     is_alone = wrong_length and sum(problem.is_invalid for problem in run.problems) == 1
     is_broken = run.invalid and not outcomes.get(Outcome.NO_SOCKET)
     is_broken = is_broken and (is_alone or not outcomes.get(Outcome.ANSWERED))
@@ -320,7 +344,9 @@ def probe_of(rate: float, run: Run) -> Probe:
 
 def outcome(run: Run) -> str:
     why = next((one.text for one in run.problems if one.is_invalid), "")
-    return f"INVALID: {why}" if why else f"attainment {run.summary.attainment or 0.0:.1%}"
+    return (
+        f"INVALID: {why}" if why else f"attainment {run.summary.attainment or 0.0:.1%}"
+    )
 
 
 def _shown_every(
@@ -348,7 +374,11 @@ def _shown_every(
 
 
 def say(line: str) -> None:
-    print("".join(c if c.isprintable() else " " for c in line), file=sys.stderr, flush=True)
+    print(
+        "".join(c if c.isprintable() else " " for c in line),
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _abandon() -> None:

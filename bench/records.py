@@ -14,7 +14,8 @@ class Outcome(StrEnum):
 
     ANSWERED = "answered"
     UNREACHABLE = "unreachable"  # no connection, TLS refused, name unknown
-    NO_SOCKET = "no_socket"  # the client's machine had no file or port left for a connection
+    # The client's machine had no file or port left for a connection.
+    NO_SOCKET = "no_socket"
     REFUSED = "refused"  # 429 or 503: the server has no room
     CLIENT_ERROR = "client_error"  # any other 4xx
     SERVER_ERROR = "server_error"  # any other 5xx
@@ -23,7 +24,8 @@ class Outcome(StrEnum):
     NOT_STREAMED = "not_streamed"  # one JSON body where a stream was asked for
     MALFORMED = "malformed"  # an event is not JSON, or not of this API
     WRONG_LENGTH = "wrong_length"  # the number of output tokens is not the forced one
-    WRONG_USAGE = "wrong_usage"  # the reported usage contradicts the tokens that arrived
+    # The reported usage contradicts the tokens that arrived.
+    WRONG_USAGE = "wrong_usage"
     TIMED_OUT = "timed_out"
     STOPPED = "stopped"  # the load was stopped before the response ended
 

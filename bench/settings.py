@@ -23,7 +23,8 @@ Kind = Literal["tokens", "text", "chat", "trace", "file"]
 Vocabulary = tuple[int, int]  # lowest and highest token id to draw, both included
 
 AUTO = "auto"
-AUTO_VOCABULARY: Vocabulary = (300, 8000)  # below 300 lie the bytes and special tokens of most
+# Below 300 lie the bytes and special tokens of most.
+AUTO_VOCABULARY: Vocabulary = (300, 8000)
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -33,7 +34,9 @@ class Target(msgspec.Struct, frozen=True):
     are requested, but not forced.
     """
 
-    url: Annotated[str, about("address of the server, without /v1")] = "http://127.0.0.1:8000"
+    url: Annotated[str, about("address of the server, without /v1")] = (
+        "http://127.0.0.1:8000"
+    )
     model: Annotated[str, about("name of the model, if the server has several")] = ""
     api: Annotated[
         Literal["auto", "completions", "chat"],
@@ -41,14 +44,24 @@ class Target(msgspec.Struct, frozen=True):
     ] = "auto"
     api_key: Annotated[
         str,
-        about(f"bearer token, which is better kept in {API_KEY_VARIABLE}; it is never reported"),
+        about(
+            f"bearer token, which is better kept in {API_KEY_VARIABLE}; it is never reported"
+        ),
     ] = ""
     ca_file: Annotated[
-        str, about("PEM file with the authority that signed the server's certificate", kind="path")
+        str,
+        about(
+            "PEM file with the authority that signed the server's certificate",
+            kind="path",
+        ),
     ] = ""
-    insecure: Annotated[bool, about("trust any certificate, as curl --insecure does")] = False
+    insecure: Annotated[
+        bool, about("trust any certificate, as curl --insecure does")
+    ] = False
     timeout_s: Annotated[float, about("time limit of a response", "s", gt=0)] = 300.0
-    extra_body: Annotated[str, about("JSON object that is merged into every request")] = ""
+    extra_body: Annotated[
+        str, about("JSON object that is merged into every request")
+    ] = ""
     ignore_eos: Annotated[bool, about("ask for outputs of the full length")] = True
     token_ids: bool = True
     usage: bool = True
@@ -86,7 +99,9 @@ class ServerAddress(msgspec.Struct, frozen=True):
     def authority(self) -> str:
         """Return the value of the header `Host`."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return host if self.port == (443 if self.is_tls else 80) else f"{host}:{self.port}"
+        return (
+            host if self.port == (443 if self.is_tls else 80) else f"{host}:{self.port}"
+        )
 
 
 def server_address(url: str) -> ServerAddress:
@@ -97,16 +112,22 @@ def server_address(url: str) -> ServerAddress:
         host = parts.hostname
         port = parts.port
     except ValueError as error:
-        raise ConfigError(f"the server's address {shown} is not a URL: {error}") from None
+        raise ConfigError(
+            f"the server's address {shown} is not a URL: {error}"
+        ) from None
     if parts.scheme not in ("http", "https") or not host:
         text = f"the server's address {shown} must be http://host:port or https://host:port"
         raise ConfigError(text)
     if parts.username is not None or parts.query or parts.fragment:
         # The address may hold a password, so it is not shown.
-        raise ConfigError("the server's address is host, port and path only; keys have a flag")
+        raise ConfigError(
+            "the server's address is host, port and path only; keys have a flag"
+        )
     path = parts.path.rstrip("/")
     if not (path.isascii() and path.isprintable()) or " " in path:
-        raise ConfigError(f"the path of the server's address {shown} must be plain ASCII")
+        raise ConfigError(
+            f"the path of the server's address {shown} must be plain ASCII"
+        )
     is_tls = parts.scheme == "https"
     base_path = path if path.endswith("/v1") else f"{path}/v1"
     return ServerAddress(host, port or (443 if is_tls else 80), is_tls, base_path)
@@ -125,7 +146,8 @@ class Workload(msgspec.Struct, frozen=True):
         ),
     ] = "512"
     output: Annotated[
-        str, about("lengths of outputs in the same forms, forced on the server", "tokens")
+        str,
+        about("lengths of outputs in the same forms, forced on the server", "tokens"),
     ] = "64"
     vocabulary: Annotated[
         str,
@@ -136,13 +158,22 @@ class Workload(msgspec.Struct, frozen=True):
     ] = AUTO
     shared_prefix: Annotated[
         int,
-        about("common start of all prompts, in front of the tokens of --prompt", "tokens", ge=0),
+        about(
+            "common start of all prompts, in front of the tokens of --prompt",
+            "tokens",
+            ge=0,
+        ),
     ] = 0
     path: Annotated[
-        str, about("a JSONL file of prompts, a trace file, or a shipped trace", kind="path")
+        str,
+        about("a JSONL file of prompts, a trace file, or a shipped trace", kind="path"),
     ] = ""
-    time_scale: Annotated[float, about("stretch the trace's times: 2 halves its rate", gt=0)] = 1.0
-    length_scale: Annotated[float, about("scale the trace's lengths and prefix blocks", gt=0)] = 1.0
+    time_scale: Annotated[
+        float, about("stretch the trace's times: 2 halves its rate", gt=0)
+    ] = 1.0
+    length_scale: Annotated[
+        float, about("scale the trace's lengths and prefix blocks", gt=0)
+    ] = 1.0
     seed: Annotated[
         int, about("seed from which all prompts, lengths and arrivals are drawn", ge=0)
     ] = 0
@@ -154,7 +185,9 @@ def range_of(text: str) -> Vocabulary:
         return AUTO_VOCABULARY
     low, _, high = text.partition("-")
     if not (low.isdecimal() and high.isdecimal() and int(low) < int(high)):
-        raise ConfigError(f"--vocabulary {text!r}: write it as LOW-HIGH, such as 300-8000")
+        raise ConfigError(
+            f"--vocabulary {text!r}: write it as LOW-HIGH, such as 300-8000"
+        )
     return int(low), int(high)
 
 
@@ -194,7 +227,8 @@ class LoadSettings(msgspec.Struct, frozen=True):
         int, about("number of client processes that share the load", ge=1, le=256)
     ] = 1
     give_up_after: Annotated[
-        int, about("end the load if its first N requests all failed; 0 never ends it", ge=0)
+        int,
+        about("end the load if its first N requests all failed; 0 never ends it", ge=0),
     ] = 16
 
 
@@ -205,13 +239,19 @@ class BoundSettings(msgspec.Struct, frozen=True):
     ttft_ms: Annotated[
         float, about("bound on the time to the first token; 0 sets none", "ms", ge=0)
     ] = 0.0
-    tpot_ms: Annotated[float, about("bound on the mean time per later token", "ms", ge=0)] = 0.0
-    gap_max_ms: Annotated[float, about("bound on the largest gap between tokens", "ms", ge=0)] = 0.0
+    tpot_ms: Annotated[
+        float, about("bound on the mean time per later token", "ms", ge=0)
+    ] = 0.0
+    gap_max_ms: Annotated[
+        float, about("bound on the largest gap between tokens", "ms", ge=0)
+    ] = 0.0
     e2e_ms: Annotated[float, about("bound on the whole response", "ms", ge=0)] = 0.0
 
 
 class ReportSettings(msgspec.Struct, frozen=True):
-    out: Annotated[str, about("new folder for report.json and report.html", kind="path")] = ""
+    out: Annotated[
+        str, about("new folder for report.json and report.html", kind="path")
+    ] = ""
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -227,7 +267,9 @@ class Settings(msgspec.Struct, frozen=True):
 class RunSettings(Settings, frozen=True):
     """Put one load on a server and measure it."""
 
-    runs: Annotated[int, about("number of runs of the load, each with its own prompts", ge=1)] = 1
+    runs: Annotated[
+        int, about("number of runs of the load, each with its own prompts", ge=1)
+    ] = 1
     arrival: ArrivalSettings = ArrivalSettings()
 
 

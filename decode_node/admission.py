@@ -73,7 +73,9 @@ def _lacks_too_much(requests: Requests, request: Request) -> bool:
     return prompt.num_tokens - num_known > bound
 
 
-def _admit_one(requests: Requests, now_s: float, request: Request, num_kept_free: int) -> bool:
+def _admit_one(
+    requests: Requests, now_s: float, request: Request, num_kept_free: int
+) -> bool:
     pool = requests.pool
     prompt = request.prompt
     has_tail = prompt.num_tokens % pool.block_size != 0
@@ -85,8 +87,12 @@ def _admit_one(requests: Requests, now_s: float, request: Request, num_kept_free
         requests.reads.begin(now_s, request, num_cached)
     else:
         missing = tuple(prompt.blocks[num_cached:])
-        requests.outputs.to_connector.append(BeginReceive(request.key, num_cached, missing))
-    requests.outputs.send(request.origin, Accepted(request.key, request.num_cached_tokens))
+        requests.outputs.to_connector.append(
+            BeginReceive(request.key, num_cached, missing)
+        )
+    requests.outputs.send(
+        request.origin, Accepted(request.key, request.num_cached_tokens)
+    )
     return True
 
 

@@ -58,7 +58,8 @@ class DecodeScheduler:
         self.prefetches = self.requests.prefetches
         self._running: dict[Key, Sequence] = {}  # in order of joining
         self._num_running: Counter[Key] = Counter()  # of each request
-        self._leaving: dict[Key, Sequence] = {}  # ended, but still part of a launched step
+        # Ended, but still part of a launched step.
+        self._leaving: dict[Key, Sequence] = {}
         self._speculation = Speculation(limits)
         self._num_launched = 0  # steps
 
@@ -143,14 +144,17 @@ class DecodeScheduler:
             num_cached_tokens=report.num_cached_tokens,
         )
         for sequence in self._join(now_s, request, report.tokens, times, every=False):
-            if not sequence.wants_step:  # prefill may accept longer sequences than this node
+            # Prefill may accept longer sequences than this node.
+            if not sequence.wants_step:
                 self.outputs.emit(request.origin, sequence.entry("length"))
                 self._leave(sequence)
 
     def _fit(self, tokens: tuple[FirstToken, ...], request: Request) -> bool:
         """Return whether a peer's first tokens are valid, before they reach a step."""
         is_whole = len(tokens) == len(request.every)
-        return is_whole and all(0 <= t.token_id < self.limits.vocab_size for t in tokens)
+        return is_whole and all(
+            0 <= t.token_id < self.limits.vocab_size for t in tokens
+        )
 
     # --- steps ---------------------------------------------------------------------------------
 
@@ -158,7 +162,8 @@ class DecodeScheduler:
         self.tiers.write_back(now_s)
         self.prefetches.step(now_s)
         if self._num_launched and self._speculation.is_ahead(self._running.values()):
-            return None  # all take the next step together, once the tokens before it are known
+            # All take the next step together, once the tokens before it are known.
+            return None
         num_slots = self.limits.max_num_seqs
         num_growing = min(len(self._running), num_slots)
         admit(self.requests, now_s, len(self._num_running), num_growing)
@@ -169,9 +174,12 @@ class DecodeScheduler:
         ]
         slices = self._decode_slices(num_slots - len(computing))
         num_decoding = sum(part.length for part in slices)
-        budget = max(self.limits.max_num_batched_tokens - num_decoding, self.pool.block_size)
+        budget = max(
+            self.limits.max_num_batched_tokens - num_decoding, self.pool.block_size
+        )
         self.requests.add_chunks(slices, computing, budget, num_growing)
-        if not slices and not self._running and not computing:  # all ended before a first step
+        # All ended before a first step.
+        if not slices and not self._running and not computing:
             self.requests.copies.drop()
         plan = self.requests.launch(slices)
         if plan is None:
@@ -186,7 +194,9 @@ class DecodeScheduler:
         logprobs = dict(result.logprobs)
         drafts = dict(result.drafts)
         prompt_logprobs = dict(result.prompt_logprobs)
-        for index, (done, tokens) in enumerate(zip(plan.slices, result.tokens, strict=True)):
+        for index, (done, tokens) in enumerate(
+            zip(plan.slices, result.tokens, strict=True)
+        ):
             scores = logprobs.get(index, ())
             problem = failed.get(index)
             sequence = self._running.get(done.key) or self._leaving.get(done.key)
@@ -194,7 +204,9 @@ class DecodeScheduler:
                 self._speculation.take(sequence, drafts.get(index, ()))
                 self._settle_sequence(sequence, done, tokens, result, problem, scores)
                 continue
-            request = self.requests.settle_chunk(done, tokens, problem, prompt_logprobs.get(index))
+            request = self.requests.settle_chunk(
+                done, tokens, problem, prompt_logprobs.get(index)
+            )
             if request is not None and tokens:
                 self._begin(now_s, request, tokens, scores)
 
@@ -214,14 +226,16 @@ class DecodeScheduler:
 
     def _decode_slices(self, num_slots: int) -> list[Slice]:
         slices: list[Slice] = []
-        num_guesses = self.limits.max_num_batched_tokens - num_slots  # that fit into a step
+        # That fit into a step.
+        num_guesses = self.limits.max_num_batched_tokens - num_slots
         for sequence in self._in_turn(num_slots):
             if len(slices) == num_slots:
                 break
             if sequence.wants_step and self._grow(sequence):
                 slices.append(self._decode_slice(sequence, num_guesses))
                 num_guesses -= slices[-1].num_guesses
-        return sorted(slices, key=lambda part: part.length > 1)  # single tokens come first
+        # Single tokens come first.
+        return sorted(slices, key=lambda part: part.length > 1)
 
     def _decode_slice(self, sequence: Sequence, most_guesses: int) -> Slice:
         guesses = self._speculation.guesses(sequence)[: max(0, most_guesses)]
@@ -238,7 +252,9 @@ class DecodeScheduler:
         elif guesses:
             guesses = guesses[: self._ahead(sequence, len(guesses))]
         samples = (sequence.key.choice,)
-        return sequence.slice(1, samples, self.requests.step_id + 1, guesses, num_drafts)
+        return sequence.slice(
+            1, samples, self.requests.step_id + 1, guesses, num_drafts
+        )
 
     def _ahead(self, sequence: Sequence, wanted: int) -> int:
         """Return for how many of the `wanted` positions after the next one there are blocks.
@@ -290,7 +306,9 @@ class DecodeScheduler:
 
     def _will_free_blocks(self) -> bool:
         """Return whether blocks will be free soon although no sequence ends."""
-        return bool(self._leaving) or self.tiers.is_copying or self.prefetches.give_way()
+        return (
+            bool(self._leaving) or self.tiers.is_copying or self.prefetches.give_way()
+        )
 
     def _settle_sequence(
         self,
@@ -337,7 +355,9 @@ class DecodeScheduler:
     ) -> None:
         """Begin the choices of a prompt that was computed here, with their first tokens."""
         firsts = request.prompt.first_tokens(tokens, self.limits, logprobs)
-        for sequence in self._join(now_s, request, firsts, request.times(now_s), every=True):
+        for sequence in self._join(
+            now_s, request, firsts, request.times(now_s), every=True
+        ):
             first = firsts[sequence.key.choice - request.key.choice]
             self.outputs.emit(request.origin, sequence.entry(first.finish_reason))
             if first.finish_reason is not None:
@@ -403,7 +423,9 @@ class DecodeScheduler:
             self.requests.remove(sequence.request)
 
 
-def _with_first_step(times: StageTimes, joined_s: float, result: StepResult) -> StageTimes:
+def _with_first_step(
+    times: StageTimes, joined_s: float, result: StepResult
+) -> StageTimes:
     return msgspec.structs.replace(
         times,
         decode_queue_s=max(0.0, result.started_s - joined_s),

@@ -38,7 +38,9 @@ class Speculation:
         """Return whether a sequence has guesses, or will get some from a step that is launched."""
         if not self._guessers:
             return False
-        return bool(self._awaiting) or any(self.guesses(sequence) for sequence in running)
+        return bool(self._awaiting) or any(
+            self.guesses(sequence) for sequence in running
+        )
 
     def guesses(self, sequence: Sequence) -> tuple[int, ...]:
         """Return what may follow the tokens so far, as far as the sequence may go."""
@@ -124,7 +126,8 @@ class HeadDrafts:
         self._pause = Pause()
         self._cost = limits.draft_cost
         self._right, self._tried = PRIOR_DRAFTS
-        self._drafts: tuple[int, ...] = ()  # what may follow the tokens that are known now
+        # What may follow the tokens that are known now.
+        self._drafts: tuple[int, ...] = ()
 
     def guesses(self, token_ids: list[int]) -> tuple[int, ...]:
         return self._drafts if self._pause.is_over(len(token_ids)) else ()
@@ -132,13 +135,15 @@ class HeadDrafts:
     def num_drafts(self, num_tokens: int) -> int:
         if not self._pause.is_over(num_tokens):
             return 0
-        return max(1, self._best())  # after a pause, one finds out whether drafts pay again
+        # After a pause, one finds out whether drafts pay again.
+        return max(1, self._best())
 
     def take(self, drafts: tuple[int, ...]) -> None:
         self._drafts = drafts
 
     def learn(self, num_guesses: int, num_right: int, num_tokens: int) -> None:
-        was_wrong = num_right < num_guesses  # those after the first wrong one say nothing
+        # Those after the first wrong one say nothing.
+        was_wrong = num_right < num_guesses
         self._right = FORGETTING * self._right + num_right
         self._tried = FORGETTING * self._tried + num_right + was_wrong
         self._pause.learn(self._best(), num_tokens)
@@ -194,7 +199,11 @@ class PromptLookup:
                 end = at + len(run) - 1  # it began inside of a token
             if at >= 0:
                 start = at + len(run)
-                follows = array("I", bytes(text[start : start + TOKEN_BYTES * self._num_guesses]))
+                follows = array(
+                    "I", bytes(text[start : start + TOKEN_BYTES * self._num_guesses])
+                )
                 # A text that repeats itself up to its end goes on so.
-                return tuple(follows[i % len(follows)] for i in range(self._num_guesses))
+                return tuple(
+                    follows[i % len(follows)] for i in range(self._num_guesses)
+                )
         return ()

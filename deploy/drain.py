@@ -44,7 +44,9 @@ def drain(config: ClusterConfig, node: NodeId) -> int:
         context.term()
 
 
-def _follow(dialer: Dialer[ToRouter, ToNode], node: NodeId, interrupts: Interrupts) -> int:
+def _follow(
+    dialer: Dialer[ToRouter, ToNode], node: NodeId, interrupts: Interrupts
+) -> int:
     said = ""
     heard_s = monotonic()
     ask_at_s = 0.0

@@ -78,12 +78,16 @@ def with_model(config: ClusterConfig, *, needs_weights: bool = True) -> ClusterC
         config.model,
         path=str(folder),
         served_model_name=config.model.served_model_name or name,
-        lora_modules=_adapters(config.model.lora_modules, decoder) if needs_weights else (),
+        lora_modules=_adapters(config.model.lora_modules, decoder)
+        if needs_weights
+        else (),
     )
     return msgspec.structs.replace(config, model=model)
 
 
-def _adapters(modules: tuple[str, ...], decoder: DecoderConfig | None) -> tuple[str, ...]:
+def _adapters(
+    modules: tuple[str, ...], decoder: DecoderConfig | None
+) -> tuple[str, ...]:
     """Return the adapters with absolute folders. Raises `ConfigError` for one that does not fit."""
     read_adapters(modules, decoder)
     return tuple(f"{name}={folder}" for name, folder in folders_of(modules).items())
@@ -113,14 +117,20 @@ def _from_hub(name: str, *, needs_weights: bool) -> Path:
         patterns = [*HUB_FILES, *([HUB_WEIGHTS] if needs_weights else [])]
         return Path(snapshot_download(name, allow_patterns=patterns))
     except LocalEntryNotFoundError as error:
-        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+        why = (
+            "HF_HUB_OFFLINE is set"
+            if constants.HF_HUB_OFFLINE
+            else "the hub cannot be reached"
+        )
         cache = constants.HF_HUB_CACHE
         raise ConfigError(
             f"model {name} is not a folder here and not in the hub's cache {cache}, and {why}: "
             f"{hint}"
         ) from error
     except HfHubHTTPError as error:
-        raise ConfigError(f"the hub does not give model {name}: {error.server_message}") from error
+        raise ConfigError(
+            f"the hub does not give model {name}: {error.server_message}"
+        ) from error
 
 
 def _checked(folder: Path, model_impl: ModelImpl) -> tuple[DecoderConfig | None, bool]:
@@ -132,16 +142,22 @@ def _checked(folder: Path, model_impl: ModelImpl) -> tuple[DecoderConfig | None,
                 f"model {folder} is in the GGUF format, which baton does not read: take the "
                 "model's Hugging Face folder with config.json and safetensors files"
             )
-        raise ConfigError(f"model {folder} is not a Hugging Face folder: it has no config.json")
+        raise ConfigError(
+            f"model {folder} is not a Hugging Face folder: it has no config.json"
+        )
     if not os.access(config, os.R_OK):
-        raise ConfigError(f"model {folder} cannot be read: {config} is not readable by this user")
+        raise ConfigError(
+            f"model {folder} cannot be read: {config} is not readable by this user"
+        )
     if runs_in_transformers(folder, model_impl):
         return None, check_for_transformers(folder)[1] == "float16"
     decoder = read_decoder_config(folder)
     return decoder, decoder.is_widened
 
 
-def _with_roles(config: ClusterConfig, folder: Path, decoder: DecoderConfig) -> ClusterConfig:
+def _with_roles(
+    config: ClusterConfig, folder: Path, decoder: DecoderConfig
+) -> ClusterConfig:
     """Return `config` with prefill nodes alone for a model that makes no tokens."""
     tasks = read_tasks(folder, decoder, config.model.convert).tasks
     if tasks.generates:

@@ -30,7 +30,14 @@ from baton.runtime.channels.endpoint import parse_endpoint
 from baton.runtime.clock import Standstill
 from baton.runtime.local_cluster import LocalCluster, fitted_to_gpus, private_folder
 from baton.runtime.log import is_json, logger, say
-from baton.runtime.process import Command, Exit, Interrupts, Supervisor, log_exit, on_hangup
+from baton.runtime.process import (
+    Command,
+    Exit,
+    Interrupts,
+    Supervisor,
+    log_exit,
+    on_hangup,
+)
 from baton.runtime.settings import SettingsInMemory
 from baton.runtime.unix_socket import (
     SCHEME,
@@ -89,7 +96,8 @@ class LocalServer:
             check_socket_path(router.uds)
             self._url = url_of_socket(router.uds)
         else:
-            check_port(router.host, router.port)  # routers of another command may share theirs
+            # Routers of another command may share theirs.
+            check_port(router.host, router.port)
             self._reserved = reserve_port(router.host, router.port)
             port: int = self._reserved.getsockname()[1]
             router = msgspec.structs.replace(router, port=port, port_is_held=True)
@@ -97,21 +105,31 @@ class LocalServer:
         self._folder = private_folder()
         self._routers = _router_configs(router, config.router_processes, self._folder)
         self._settings = [
-            SettingsInMemory(msgspec.structs.replace(config, router=one)) for one in self._routers
+            SettingsInMemory(msgspec.structs.replace(config, router=one))
+            for one in self._routers
         ]
         commands = [
             # `ps` shows the name, which tells several routers apart.
             Command(
                 one.name,
-                ("router", "--config", settings.path, "--set", f"router.name={one.name}"),
+                (
+                    "router",
+                    "--config",
+                    settings.path,
+                    "--set",
+                    f"router.name={one.name}",
+                ),
                 pass_fds=settings.descriptors,
             )
             for one, settings in zip(self._routers, self._settings, strict=True)
         ]
         self._router = Supervisor(tuple(commands))
-        first, *others = [one.control for one in self._routers if one.control is not None]
+        first, *others = [
+            one.control for one in self._routers if one.control is not None
+        ]
         self._nodes = LocalCluster(config, first, more_endpoints=tuple(others))
-        self._awaited = set(self._nodes.names)  # without nodes that ended before all were ready
+        # Without nodes that ended before all were ready.
+        self._awaited = set(self._nodes.names)
         self._ready_routers: set[str] = set()
 
     @property
@@ -157,7 +175,9 @@ class LocalServer:
 
         If it is hurried, this takes five seconds at most.
         """
-        shutdown_timeout_s = 0.0 if is_hurried else self._config.router.shutdown_timeout_s
+        shutdown_timeout_s = (
+            0.0 if is_hurried else self._config.router.shutdown_timeout_s
+        )
         self._router.stop(shutdown_timeout_s + ROUTER_GRACE_S, is_hurried=is_hurried)
         self._nodes.stop()
         self._give_back_address()
@@ -186,7 +206,9 @@ class LocalServer:
         self._awaited.discard(ended.name)
         role = ended.name.rpartition("-")[0]
         if not any(name.startswith(f"{role}-") for name in self._awaited):
-            raise NodeError(f"{ended.name} ended while starting (exit code {ended.code})")
+            raise NodeError(
+                f"{ended.name} ended while starting (exit code {ended.code})"
+            )
         log_exit(log, ended)
 
     def _poll(self) -> list[Exit]:
@@ -211,8 +233,12 @@ def greeting(url: str, model: str, *, wants_key: bool = False) -> str:
     if wants_key:
         key = "YOUR_KEY"
         header = " -H 'Authorization: Bearer YOUR_KEY'"
-    told = "The code of Lima is 4071. The code of Oslo is 2210. What is the code of Lima?"
-    body = json.dumps({"model": model, "prompt": told, "max_tokens": 32, "temperature": 0})
+    told = (
+        "The code of Lima is 4071. The code of Oslo is 2210. What is the code of Lima?"
+    )
+    body = json.dumps(
+        {"model": model, "prompt": told, "max_tokens": 32, "temperature": 0}
+    )
     shown = _as_curl_wants(url)
     asked = "What is 17 + 25?"
     python = f"""from openai import OpenAI  # pip install openai
@@ -233,7 +259,9 @@ curl {shown}/v1/completions -H 'Content-Type: application/json'{header} -d {shle
 def greeting_without_tokens(url: str, model: str, *, wants_key: bool = False) -> str:
     """Return a text that shows how to call a server whose model only pools prompts."""
     header = " -H 'Authorization: Bearer YOUR_KEY'" if wants_key else ""
-    body = json.dumps({"model": model, "text_1": "What is red?", "text_2": ["Roses.", "Snow."]})
+    body = json.dumps(
+        {"model": model, "text_1": "What is red?", "text_2": ["Roses.", "Snow."]}
+    )
     shown = _as_curl_wants(url)
     return f"""
 baton serves {model} at {shown}/v1, without completions  (Ctrl-C stops it)
@@ -249,7 +277,9 @@ def _as_curl_wants(url: str) -> str:
     return f"--unix-socket {shlex.quote(url.removeprefix(SCHEME))} http://localhost"
 
 
-def _router_configs(router: RouterConfig, num_routers: int, folder: Path) -> list[RouterConfig]:
+def _router_configs(
+    router: RouterConfig, num_routers: int, folder: Path
+) -> list[RouterConfig]:
     """Return the settings of each router process; each has an endpoint of its own for nodes."""
     control = router.control or f"ipc://{folder}/control"
     if num_routers == 1:
@@ -288,5 +318,7 @@ def _nth(control: str, index: int) -> str:
     if address.path:
         return f"{control}-{index}"
     if not address.port:
-        raise ConfigError("router.control needs a port when there are several router processes")
+        raise ConfigError(
+            "router.control needs a port when there are several router processes"
+        )
     return str(msgspec.structs.replace(address, port=address.port + index))

@@ -88,7 +88,9 @@ def reserve_port(host: str, port: int, hint: str = PORT_HINT) -> socket.socket:
     return reserved
 
 
-def check_port(host: str, port: int, hint: str = PORT_HINT, *, is_shared: bool = False) -> None:
+def check_port(
+    host: str, port: int, hint: str = PORT_HINT, *, is_shared: bool = False
+) -> None:
     """Raise `ConfigError` if the port cannot be bound; port 0 is always free."""
     _bound(host, port, hint, is_shared=is_shared).close()
 
@@ -116,9 +118,13 @@ def _bound(host: str, port: int, hint: str, *, is_shared: bool) -> socket.socket
 def _address(host: str, port: int) -> tuple[socket.AddressFamily, tuple[object, ...]]:
     name = None if host in ("", "*", "::") else host
     try:
-        infos = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        infos = socket.getaddrinfo(
+            name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
     except OSError as error:
-        raise ConfigError(f"the host name {host!r} does not resolve: {error.strerror}") from error
+        raise ConfigError(
+            f"the host name {host!r} does not resolve: {error.strerror}"
+        ) from error
     return infos[0][0], infos[0][4]
 
 
@@ -150,7 +156,11 @@ class NodeReply(msgspec.Struct, frozen=True):
         """Return the state, with the progress if the node is starting."""
         if self.state != "starting":
             return self.state
-        return f"{self.phase} {self.done}/{self.total}" if self.total else self.phase or self.state
+        return (
+            f"{self.phase} {self.done}/{self.total}"
+            if self.total
+            else self.phase or self.state
+        )
 
 
 class HealthReply(msgspec.Struct, frozen=True):

@@ -43,7 +43,11 @@ def main(arguments: list[str]) -> int:
         HERE / "fields.md": fields_page((HERE / "fields.md").read_text()),
         HERE / "models.md": models_page((HERE / "models.md").read_text()),
     }
-    stale = [path for path, text in pages.items() if not path.exists() or path.read_text() != text]
+    stale = [
+        path
+        for path, text in pages.items()
+        if not path.exists() or path.read_text() != text
+    ]
     if "--check" in arguments:
         for path in stale:
             print(f"{path.name} is stale: run `make docs`", file=sys.stderr)
@@ -71,7 +75,10 @@ def config_page() -> str:
         if field.section != section:
             section = field.section
             lines += ["", f"## {section or 'cluster'}", ""]
-            lines += ["| setting | short flag | default | meaning |", "|---|---|---|---|"]
+            lines += [
+                "| setting | short flag | default | meaning |",
+                "|---|---|---|---|",
+            ]
         flags = ", ".join(f"`{flag}`" for flag in flags_of(field)[:-1])
         unit = f" {field.unit}" if field.unit else ""
         lines.append(
@@ -133,17 +140,23 @@ def fields_page(page: str) -> str:
     """Return fields.md with the fields of sampling, and with those that nothing here does."""
     lines = ["| sampling | in | default | |", "|---|---|---|---|"]
     for row in ROWS:
-        letters = [letter for letter in BODIES if row.name in BODIES[letter].__struct_fields__]
+        letters = [
+            letter for letter in BODIES if row.name in BODIES[letter].__struct_fields__
+        ]
         if letters and row.about.text:
             default = row.about.default or _shown(row.default)
             cells = (f"`{row.name}`", " ".join(letters), default, row.about.text)
-            lines.append("|".join(["", *(f" {cell} " if cell else " " for cell in cells), ""]))
+            lines.append(
+                "|".join(["", *(f" {cell} " if cell else " " for cell in cells), ""])
+            )
     page = _with_table(page, SAMPLING_BEGIN, lines)
     others = re.sub(f"^.*{re.escape(NOT_THERE)}$", "", page, flags=re.MULTILINE)
     cells = re.findall(r"^\| (`[^|]*`) \| [CHRTD ]*\|", others, re.MULTILINE)
     explained = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
     names = ", ".join(f"`{name}`" for name in sorted(OUTPUT_FIELDS - explained))
-    return re.sub(f"^.*{re.escape(NOT_THERE)}$", f"| {names}{NOT_THERE}", page, flags=re.MULTILINE)
+    return re.sub(
+        f"^.*{re.escape(NOT_THERE)}$", f"| {names}{NOT_THERE}", page, flags=re.MULTILINE
+    )
 
 
 def _shown(default: object) -> str:
@@ -189,7 +202,9 @@ def _table(families: Iterable[Family]) -> list[str]:
     for one in families:
         labels = ", ".join(f"`{label}`" for label in one.labels)
         vllm = f"`{one.vllm}`" if one.vllm else ""
-        rows.append(f"| `{one.full_name}` | {one.kind} | {labels} | {one.meaning} | {vllm} |")
+        rows.append(
+            f"| `{one.full_name}` | {one.kind} | {labels} | {one.meaning} | {vllm} |"
+        )
     return rows
 
 
@@ -202,8 +217,14 @@ def messages_page() -> str:
         "",
         *(ast.get_docstring(ast.parse(source)) or "").splitlines(),
     ]
-    structs = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
-    unions = {name: members for name, members in _unions(source).items() if "|" in members}
+    structs = {
+        node.name: node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef)
+    }
+    unions = {
+        name: members for name, members in _unions(source).items() if "|" in members
+    }
     for name, members in unions.items():
         lines += ["", f"## {_title(name)} (`{name}`)", ""]
         lines += _struct_table([structs[member] for member in members.split(" | ")])

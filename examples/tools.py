@@ -32,5 +32,7 @@ for call in message.tool_calls or []:
     print(call.function.name, call.function.arguments)
     result = json.dumps({"people": 10_000_000})
     turns.append({"role": "tool", "tool_call_id": call.id, "content": result})
-answer = client.chat.completions.create(model=model, messages=turns, tools=[TOOL], max_tokens=64)
+answer = client.chat.completions.create(
+    model=model, messages=turns, tools=[TOOL], max_tokens=64
+)
 print(answer.choices[0].message.content)

@@ -12,18 +12,22 @@ from typing import NamedTuple
 # --- sizes of the CPU kernels -------------------------------------------------------------------
 
 WIDTH = 16  # floats in a vector
-TILE = 64  # keys: with heads of 64 a tile of keys and values in fp32 fits a core's first cache
-ROWS = 128  # queries x heads of one KV head at a time, so that a tile is unpacked once for many
+# Keys: with heads of 64 a tile of keys and values in fp32 fits a core's first cache.
+TILE = 64
+# Queries x heads of one KV head at a time, so that a tile is unpacked once for many.
+ROWS = 128
 # A linear layer computes PANEL outputs of SHEET rows at a time. If there are more than FEW rows, it
 # takes DEPTH pairs of inputs at a time.
 PANEL = 64
 SHEET = 256
 FEW = 64
 DEPTH = 256
-NARROW_DEPTH = 32  # of a weight that is widened, for few rows: such a tile fits the first cache
+# Of a weight that is widened, for few rows: such a tile fits the first cache.
+NARROW_DEPTH = 32
 MAX_STRIP = 6  # rows of a product whose sums fit the registers
 STRIP = 4 * WIDTH  # columns of a state's matrix at a time, whose sums fit the registers
-LARGEST_BYTE = 127.0  # to which the largest input of a row is rounded, as the least is to -127
+# To which the largest input of a row is rounded, as the least is to -127.
+LARGEST_BYTE = 127.0
 LOG2_E = 1.4426950408889634
 NO_WINDOW = 1 << 40  # keys that a query sees where a model has no sliding window
 ROW_INTS, ROW_REALS = 4, 3  # parameters of a row that is sampled
@@ -36,7 +40,8 @@ GOLDEN = 0x9E3779B97F4A7C15  # splitmix64 (Steele, Lea, Flood 2014)
 MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
 MIN_TEMPERATURE = 1e-5  # a lower temperature means greedy
-WEIGHT_SCALE = float(1 << 36)  # the largest weight; the sum of 2**27 of them still fits 63 bits
+# The largest weight; the sum of 2**27 of them still fits 63 bits.
+WEIGHT_SCALE = float(1 << 36)
 LARGEST_UNIFORM = 1.0 - 2.0**-24
 
 # For |x| <= 1/2, 2**x is 1 + x * polynomial within 1e-8. The highest power comes first.
@@ -48,7 +53,8 @@ EXP2 = (
     0.24022650718688965,
     0.6931471824645996,
 )
-ROUNDER = 12582912.0  # 1.5 * 2**23: adding it leaves the nearest integer in the low bits
+# 1.5 * 2**23: adding it leaves the nearest integer in the low bits.
+ROUNDER = 12582912.0
 # log2(e) as the sum of two floats, and ln(2).
 LOG2_E_HIGH = 1.4426950216293335
 LOG2_E_LOW = 1.92596298909109e-08
@@ -81,7 +87,8 @@ BIAS_MASK = (1 << 11) - 1
 FP8_SPAN = 8
 LEAST_EXPONENT = 10
 MOST_EXPONENT = 246
-CHECKSUM_FACTORS = (0x01000193, 0x7FEB352D, 0x846CA68B)  # of a word's place, the word, the mix
+# Of a word's place, the word, the mix.
+CHECKSUM_FACTORS = (0x01000193, 0x7FEB352D, 0x846CA68B)
 
 
 class Gate(NamedTuple):

@@ -62,7 +62,8 @@ def paged_prefill_attention(
     window: int | None = None,  # keys that a query sees, itself included
     softcap: float | None = None,
     sinks: Tensor | None = None,  # [num_heads]
-    seen: Sequence[Tensor] | None = None,  # by sequence: [its tokens, its positions] bool
+    # By sequence: [its tokens, its positions] bool.
+    seen: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """Return the causal attention of a ragged batch of chunks over their contexts, shaped as `q`.
 
@@ -76,14 +77,17 @@ def paged_prefill_attention(
         chunk = slice(starts[i], starts[i + 1])
         k, v = _visible_kv(pool, layer, block_tables[i], length)
         own = None if seen is None else seen[i]
-        out[chunk] = _causal_attention(q[chunk], k, v, scale, window, softcap, sinks, own)
+        out[chunk] = _causal_attention(
+            q[chunk], k, v, scale, window, softcap, sinks, own
+        )
     return out
 
 
 def rope_and_store(
     q: Tensor,  # [num_tokens, num_heads, head_dim]
     k: Tensor,  # [num_tokens, kv_heads, head_dim]
-    v: Tensor | None,  # [num_tokens, kv_heads, head_dim]; None: keys are the values, too
+    # [num_tokens, kv_heads, head_dim]; None: keys are the values, too.
+    v: Tensor | None,
     positions: Tensor,  # [num_tokens]
     cos_sin: Tensor,  # [max_position, rotary_dim]: the cosines, then the sines
     pool: Tensor,
@@ -105,7 +109,9 @@ def rope_and_store(
     slots = slot_mapping[kept].long()
     blocks = slots // block_size
     offsets = slots % block_size
-    rotated_k = _rotate(_head_norm(k, k_norm_weight, eps), positions, cos_sin).to(k.dtype)
+    rotated_k = _rotate(_head_norm(k, k_norm_weight, eps), positions, cos_sin).to(
+        k.dtype
+    )
     for plane, rows in enumerate((rotated_k,) if v is None else (rotated_k, v)):
         if pool.dtype == torch.uint8:
             codes, exponents = fp8_parts(pool)
@@ -137,7 +143,9 @@ def gate_mul(gate_up: Tensor, how: Gate = SILU) -> Tensor:
     gate, up = gate_up.float().chunk(2, dim=-1)
     gate = gate.clamp(max=how.limit)
     up = up.clamp(-how.limit, how.limit) + how.offset
-    share = torch.sigmoid(gate * how.slope + gate**3 * how.cubic if how.cubic else gate * how.slope)
+    share = torch.sigmoid(
+        gate * how.slope + gate**3 * how.cubic if how.cubic else gate * how.slope
+    )
     return (gate * share * up).to(gate_up.dtype)
 
 
@@ -165,7 +173,9 @@ def grouped_product(
     out = x.new_zeros(len(x), weight.shape[1])
     for number, own in enumerate(weight):
         product = x.double() @ own.double().T
-        product = (product if biases is None else product + biases[number].double()).to(x.dtype)
+        product = (product if biases is None else product + biases[number].double()).to(
+            x.dtype
+        )
         out = torch.where((expert_of == number)[:, None], product, out)
     return out
 
@@ -187,7 +197,9 @@ def sum_blocks(pool: Tensor, ids: Tensor) -> Tensor:
     """
     words = pool.view(torch.int32)[ids.long()].long() & 0xFFFFFFFF
     place_factor, word_factor, mix_factor = CHECKSUM_FACTORS
-    places = torch.arange(words.shape[1], device=words.device) * place_factor & 0xFFFFFFFF
+    places = (
+        torch.arange(words.shape[1], device=words.device) * place_factor & 0xFFFFFFFF
+    )
     mixed = (words ^ places) * word_factor & 0xFFFFFFFF
     mixed = (mixed ^ mixed >> 15) * mix_factor & 0xFFFFFFFF
     return (mixed ^ mixed >> 13).sum(1).to(torch.int32)
@@ -206,7 +218,9 @@ def fp8_parts(pool: Tensor) -> tuple[Tensor, Tensor]:
     """
     block_size = pool.shape[-2]
     head_dim = pool_head_dim(pool)
-    codes, exponents = pool.flatten(-2).split((block_size * head_dim, block_size), dim=-1)
+    codes, exponents = pool.flatten(-2).split(
+        (block_size * head_dim, block_size), dim=-1
+    )
     return codes.unflatten(-1, (block_size, head_dim)), exponents
 
 
@@ -219,7 +233,9 @@ def to_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
     """
     top = rows.float().abs().amax(dim=-1).view(torch.int32)
     exponents = (((top >> 20) + 2) >> 3) - FP8_SPAN
-    exponents = exponents.clamp(min=LEAST_EXPONENT).masked_fill(exponents > MOST_EXPONENT, 255)
+    exponents = exponents.clamp(min=LEAST_EXPONENT).masked_fill(
+        exponents > MOST_EXPONENT, 255
+    )
     factors = ((254 - exponents).clamp(min=0) << 23).view(torch.float32)
     codes = (rows.float() * factors[..., None]).to(torch.float8_e4m3fn)
     return codes.view(torch.uint8), exponents.to(torch.uint8)
@@ -245,7 +261,9 @@ def _visible_kv(
     blocks = pool[block_table[:num_blocks].long(), :, layer]
     if pool.dtype == torch.uint8:
         blocks = from_fp8(*fp8_parts(blocks))
-    kv = blocks.permute(2, 1, 0, 3, 4).reshape(planes, kv_heads, num_blocks * block_size, head_dim)
+    kv = blocks.permute(2, 1, 0, 3, 4).reshape(
+        planes, kv_heads, num_blocks * block_size, head_dim
+    )
     kv = kv[:, :, :context_len].float()
     return kv[0], kv[-1]
 
@@ -294,7 +312,8 @@ def _head_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def _rotate(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
-    cos, sin = cos_sin[positions.long()].float()[:, None].chunk(2, dim=-1)  # [tokens, 1, dim / 2]
+    # [tokens, 1, dim / 2].
+    cos, sin = cos_sin[positions.long()].float()[:, None].chunk(2, dim=-1)
     half = cos.shape[-1]
     plain, low, high = x.split((x.shape[-1] - 2 * half, half, half), dim=-1)
     return torch.cat([plain, low * cos - high * sin, high * cos + low * sin], dim=-1)
@@ -342,4 +361,6 @@ class NarrowWeight:
     @property
     def is_whole(self) -> bool:
         """Return whether inputs fill words of eight codes, and groups the tiles of the kernels."""
-        return not self.codes.shape[1] % 8 and (self.scales.shape[1] == 1 or not self.group % 32)
+        return not self.codes.shape[1] % 8 and (
+            self.scales.shape[1] == 1 or not self.group % 32
+        )

@@ -36,7 +36,11 @@ def chosen_keys(scores: Tensor, num_chosen: int) -> Tensor:
     num_tokens, num_keys = scores.shape
     own = torch.arange(num_keys - num_tokens, num_keys, device=scores.device)
     is_later = torch.arange(num_keys, device=scores.device) > own[:, None]
-    order = scores.masked_fill(is_later, float("-inf")).sort(descending=True, stable=True).indices
+    order = (
+        scores.masked_fill(is_later, float("-inf"))
+        .sort(descending=True, stable=True)
+        .indices
+    )
     is_chosen = torch.zeros_like(is_later).scatter(1, order[:, :num_chosen], value=True)
     return is_chosen & ~is_later
 

@@ -46,7 +46,8 @@ class StateLayout(NamedTuple):
     """
 
     shape: StateShape
-    strips: tuple[tuple[int, ...], ...]  # offsets, by layer: those of each head's matrix
+    # Offsets, by layer: those of each head's matrix.
+    strips: tuple[tuple[int, ...], ...]
     tails: tuple[int, ...]  # offsets of the convolutions' last inputs, by layer
     num_blocks: int
     block_bytes: int
@@ -68,7 +69,9 @@ def state_layout(
     """
     part = block_bytes // shape.num_groups // ALIGNED_BYTES * ALIGNED_BYTES
     if not part:
-        raise ValueError(f"a part of {block_bytes // shape.num_groups} bytes is too small")
+        raise ValueError(
+            f"a part of {block_bytes // shape.num_groups} bytes is too small"
+        )
     end = 0
 
     def placed(size: int) -> int:
@@ -86,5 +89,11 @@ def state_layout(
         strips.append(tuple(placed(shape.strip_bytes) for _ in range(num_strips)))
         tails.append(placed(shape.tail_bytes(number_bytes)))
     return StateLayout(
-        shape, tuple(strips), tuple(tails), -(-end // part), block_bytes, part, number_bytes
+        shape,
+        tuple(strips),
+        tuple(tails),
+        -(-end // part),
+        block_bytes,
+        part,
+        number_bytes,
     )

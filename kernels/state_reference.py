@@ -35,7 +35,8 @@ class Gates:
     rates: Tensor  # [heads] fp32, or [heads * key_dim]
     biases: Tensor  # as `rates`
     limits: tuple[float, float] = (0.0, float("inf"))
-    num_betas: int | None = None  # heads, where each number of a key has a decay of its own
+    # Heads, where each number of a key has a decay of its own.
+    num_betas: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,19 +135,33 @@ class StateBytes:
             of_heads.append(heads.repeat_interleave(copies, dim=2).flatten(1, 2))
         queries, keys_of_heads, values_of_heads = of_heads
         out, matrices = advance(
-            queries, keys_of_heads, values_of_heads, decays, betas, matrices, weights, num_held
+            queries,
+            keys_of_heads,
+            values_of_heads,
+            decays,
+            betas,
+            matrices,
+            weights,
+            num_held,
         )
         groups = (shape.num_groups, shape.num_heads)
         self.set_matrices(layer, blocks, matrices.unflatten(0, groups))
         return out.flatten(1)
 
     def convolve(
-        self, layer: int, x: Tensor, weights: StateWeights, blocks: Sequence[int], start: int
+        self,
+        layer: int,
+        x: Tensor,
+        weights: StateWeights,
+        blocks: Sequence[int],
+        start: int,
     ) -> Tensor:
         """Return the channels of a sequence's tokens, `[num_tokens, groups, channels]` in fp32."""
         size = (self._layout.shape.num_groups, self._layout.shape.num_channels)
         tail = self.tail(layer, blocks)
-        mixed = convolve(x[:, : size[0] * size[1]].view(-1, *size), start, tail, weights)
+        mixed = convolve(
+            x[:, : size[0] * size[1]].view(-1, *size), start, tail, weights
+        )
         self.set_tail(layer, blocks, tail)
         return mixed
 
@@ -155,7 +170,10 @@ class StateBytes:
         return self._layout.shape.tail_bytes(self._layout.number_bytes)
 
     def _read(self, offset: int, size: int, blocks: Sequence[int]) -> Tensor:
-        pieces = [self._parts[block, :, part] for block, part in self._pieces(offset, size, blocks)]
+        pieces = [
+            self._parts[block, :, part]
+            for block, part in self._pieces(offset, size, blocks)
+        ]
         return torch.cat(pieces, dim=1)
 
     def _write(self, offset: int, blocks: Sequence[int], values: Tensor) -> None:
@@ -166,7 +184,9 @@ class StateBytes:
             self._parts[block, :, part] = stored[:, done : done + size]
             done += size
 
-    def _pieces(self, offset: int, size: int, blocks: Sequence[int]) -> list[tuple[int, slice]]:
+    def _pieces(
+        self, offset: int, size: int, blocks: Sequence[int]
+    ) -> list[tuple[int, slice]]:
         """Return the blocks of bytes `offset:offset + size` of each group, and where in a part."""
         part = self._layout.part_bytes
         end = offset + size
@@ -182,16 +202,23 @@ class StateBytes:
 def convolve(
     x: Tensor,  # [num_tokens, groups, channels]
     start: int,  # the position of the first token
-    tail: Tensor,  # [groups, taps, channels]: inputs by position modulo `taps`; it changes
+    # [groups, taps, channels]: inputs by position modulo `taps`; it changes.
+    tail: Tensor,
     weights: StateWeights,
 ) -> Tensor:
     """Return the convolution of each channel with its last inputs, shaped as `x`, in fp32."""
     num_taps = tail.shape[1]
     end = start + len(x)
     before = range(start - num_taps + 1, start)
-    earlier = [tail[:, at % num_taps] if at >= 0 else torch.zeros_like(tail[:, 0]) for at in before]
+    earlier = [
+        tail[:, at % num_taps] if at >= 0 else torch.zeros_like(tail[:, 0])
+        for at in before
+    ]
     every = torch.cat((torch.stack(earlier), x)) if earlier else x
-    out = sum(every[tap : tap + len(x)].float() * weights.taps[:, tap] for tap in range(num_taps))
+    out = sum(
+        every[tap : tap + len(x)].float() * weights.taps[:, tap]
+        for tap in range(num_taps)
+    )
     assert isinstance(out, Tensor)
     if weights.tap_biases is not None:
         out = out + weights.tap_biases.view(x.shape[1:])
@@ -223,7 +250,9 @@ def gate_steps(x: Tensor, gates: Gates) -> tuple[Tensor, Tensor]:
     Decays may be those of each number of a head's keys.
     """
     heads = gates.num_betas or len(gates.rates)
-    raw = x[:, gates.to_steps : gates.to_steps + len(gates.rates)].float() + gates.biases
+    raw = (
+        x[:, gates.to_steps : gates.to_steps + len(gates.rates)].float() + gates.biases
+    )
     steps = F.softplus(raw).clamp(*gates.limits)
     decays = torch.exp(gates.rates * steps)
     if gates.to_betas is None:
@@ -248,7 +277,9 @@ def advance(
     """
     decays = decays.unflatten(1, (values.shape[1], -1))
     if weights.is_normed:
-        queries = queries * (queries.square().sum(-1, keepdim=True) + LENGTH_EPS).rsqrt()
+        queries = (
+            queries * (queries.square().sum(-1, keepdim=True) + LENGTH_EPS).rsqrt()
+        )
         keys = keys * (keys.square().sum(-1, keepdim=True) + LENGTH_EPS).rsqrt()
     out = []
     for token in range(len(values)):
@@ -257,11 +288,15 @@ def advance(
         decay = decays[token, :, :, None]
         if token >= num_held:
             matrices = matrices * decay
-            known = (matrices * key).sum(1) if weights.corrects else torch.zeros_like(value)
+            known = (
+                (matrices * key).sum(1) if weights.corrects else torch.zeros_like(value)
+            )
             delta = (value - known) * betas[token, :, None]
             matrices = matrices + key * delta[:, None]
         read = (matrices * queries[token, :, :, None] * weights.scale).sum(1)
-        out.append(read if weights.skips is None else read + weights.skips[:, None] * value)
+        out.append(
+            read if weights.skips is None else read + weights.skips[:, None] * value
+        )
     return torch.stack(out), matrices
 
 

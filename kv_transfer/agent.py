@@ -50,7 +50,8 @@ from baton.runtime.clock import Clock, boottime
 MIN_WAIT_S = 0.0001
 MAX_WAIT_S = 0.005
 QUIESCE_POLL_S = 0.25
-MAX_IN_FLIGHT = 2  # chunks of one peer: the second one is queued while the first one moves
+# Chunks of one peer: the second one is queued while the first one moves.
+MAX_IN_FLIGHT = 2
 
 # Called with blocks of the local pool, an offset in each block and a number of bytes.
 Checksums = Callable[[Sequence[int], int, int], tuple[int, ...]]
@@ -97,7 +98,9 @@ class TransferAgent:
         """Start the thread, which calls `enter` first to make its GPU current."""
         self._enter = enter
         self._transports = (*transports, *tiers)
-        self._turns = AgentTurns(transports, limits or AgentLimits(), boottime, checksums, tiers)
+        self._turns = AgentTurns(
+            transports, limits or AgentLimits(), boottime, checksums, tiers
+        )
         self._address = RankAddress({t.name: t.address() for t in transports})
         self._commands: deque[AgentCommand] = deque()
         self._events: deque[AgentEvent] = deque()
@@ -105,7 +108,9 @@ class TransferAgent:
         self._ready = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = False
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="transfer agent", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="transfer agent", daemon=True
+        )
         self._thread.start()
 
     def address(self) -> RankAddress:
@@ -126,7 +131,9 @@ class TransferAgent:
         _drain(self._ready)
         events = [self._events.popleft() for _ in range(len(self._events))]
         if self._error is not None and not events:
-            raise InvariantBroken(f"the transfer agent ended: {self._error!r}") from self._error
+            raise InvariantBroken(
+                f"the transfer agent ended: {self._error!r}"
+            ) from self._error
         return events
 
     def fileno(self) -> int:
@@ -173,7 +180,9 @@ class TransferAgent:
                 continue
             # The pause grows with the time that chunks take, so an end is seen late by an eighth of
             # it at most.
-            self._wait(poller, min(max(MIN_WAIT_S, (boottime() - moved_s) / 8), MAX_WAIT_S))
+            self._wait(
+                poller, min(max(MIN_WAIT_S, (boottime() - moved_s) / 8), MAX_WAIT_S)
+            )
             _drain(self._wake)
 
     def _wait(self, poller: select.poll, poll_s: float) -> None:
@@ -269,7 +278,9 @@ class AgentTurns:
                 self._add(now_s, command)
             case RemovePeer(peer=owner):
                 if owner in self._peers:
-                    self._remove(now_s, self._peers[owner], TransferError("the peer was removed"))
+                    self._remove(
+                        now_s, self._peers[owner], TransferError("the peer was removed")
+                    )
             case Read():
                 self._start(now_s, command)
             case SumBlocks():
@@ -282,7 +293,9 @@ class AgentTurns:
                 for peer in self._peers.values():
                     for reading in peer.reads:
                         if reading.command.ticket == ticket:
-                            self._fail(now_s, reading, Cancelled("the read was cancelled"))
+                            self._fail(
+                                now_s, reading, Cancelled("the read was cancelled")
+                            )
             case _:
                 assert_never(command)
 
@@ -317,7 +330,9 @@ class AgentTurns:
         It is due at a deadline, after `poll_s` if something is under way that has no descriptor, or
         when a transport without a thread of its own needs its next call.
         """
-        times = [reading.stop_at_s for peer in self._peers.values() for reading in peer.reads]
+        times = [
+            reading.stop_at_s for peer in self._peers.values() for reading in peer.reads
+        ]
         for transport in self._transports.values():
             if transport.progress_s is not None:
                 times.append(self._clock() + transport.progress_s)
@@ -354,7 +369,9 @@ class AgentTurns:
         try:
             peer.up = peer.transport.connected(peer.command.peer)
             if not peer.up and now_s >= peer.connect_by_s:
-                raise TransferError(f"no connection within {peer.transport.connect_s:g} s")
+                raise TransferError(
+                    f"no connection within {peer.transport.connect_s:g} s"
+                )
         except TransferError as error:
             self._lose(now_s, peer.command.peer, error)
         if peer.up:
@@ -385,7 +402,9 @@ class AgentTurns:
             failure = TransferError("that peer is not connected").to_failure()
             self._events.append(ReadEnded(command.ticket, now_s, now_s, 0, failure))
             return
-        peer.reads.append(_Reading(command, peer.transport, now_s + self._limits.read_s))
+        peer.reads.append(
+            _Reading(command, peer.transport, now_s + self._limits.read_s)
+        )
 
     def _post_chunk(self, peer: _ReadablePeer) -> bool:
         """Post one chunk of the oldest read that has chunks left. shm copies it in this call."""
@@ -434,12 +453,16 @@ class AgentTurns:
             if reading.failure is None and now_s >= reading.stop_at_s:
                 self._fail(now_s, reading, TransferError("the read took too long"))
             is_through = not reading.in_flight and not reading.has_unposted
-            if is_through or (reading.failure is not None and now_s >= reading.stop_at_s):
+            if is_through or (
+                reading.failure is not None and now_s >= reading.stop_at_s
+            ):
                 self._end(peer, reading)
                 moved = True
         return moved
 
-    def _fail(self, now_s: float, reading: _Reading, error: TransferError | Cancelled) -> None:
+    def _fail(
+        self, now_s: float, reading: _Reading, error: TransferError | Cancelled
+    ) -> None:
         """Post no more chunks, and end the read when those in flight are quiesced, or in time."""
         if reading.failure is None:
             reading.failure = error.to_failure()
@@ -448,7 +471,9 @@ class AgentTurns:
 
     def _end(self, peer: _ReadablePeer, reading: _Reading) -> None:
         ended_s = self._clock()
-        if reading.failure is None and self._is_corrupt(reading.command, peer.command.part):
+        if reading.failure is None and self._is_corrupt(
+            reading.command, peer.command.part
+        ):
             epoch, rank = reading.command.peer
             text = f"blocks from rank {rank} of {epoch} arrived with other bytes than were sent"
             reading.failure = TransferError(text, code=CORRUPT_BLOCKS).to_failure()
@@ -459,7 +484,14 @@ class AgentTurns:
             self._draining.append(reading)
         peer.reads.remove(reading)
         self._events.append(
-            ReadEnded(ticket, posted_s, ended_s, reading.num_bytes, reading.failure, is_quiesced)
+            ReadEnded(
+                ticket,
+                posted_s,
+                ended_s,
+                reading.num_bytes,
+                reading.failure,
+                is_quiesced,
+            )
         )
 
     def _end_draining(self) -> None:
@@ -476,7 +508,14 @@ class AgentTurns:
         return found != command.checksums
 
     def _summed(self, command: SumBlocks) -> BlocksSummed:
-        assert self._checksums is not None, "only nodes with transfer.verify_kv ask for checksums"
-        offsets = range(0, command.num_slices * command.slice_bytes, command.slice_bytes)
-        rows = (self._checksums(command.block_ids, at, command.slice_bytes) for at in offsets)
+        assert self._checksums is not None, (
+            "only nodes with transfer.verify_kv ask for checksums"
+        )
+        offsets = range(
+            0, command.num_slices * command.slice_bytes, command.slice_bytes
+        )
+        rows = (
+            self._checksums(command.block_ids, at, command.slice_bytes)
+            for at in offsets
+        )
         return BlocksSummed(command.ticket, tuple(rows))

@@ -63,7 +63,8 @@ class Parking:
     def __init__(self, max_messages: int = MAX_PARKED_MESSAGES) -> None:
         self._max_messages = max_messages
         self._num_messages = 0
-        self._parked: dict[Key, Parked] = {}  # the oldest first, which is also the first to expire
+        # The oldest first, which is also the first to expire.
+        self._parked: dict[Key, Parked] = {}
 
     @property
     def deadline_s(self) -> float | None:

@@ -40,7 +40,14 @@ from baton.kv_transfer.interfaces import (
     TierOpened,
 )
 from baton.kv_transfer.offers import AnnouncedSums, Offers
-from baton.kv_transfer.peers import HELLO_S, REDIAL_S, Channel, Peer, PeerTable, RankLink
+from baton.kv_transfer.peers import (
+    HELLO_S,
+    REDIAL_S,
+    Channel,
+    Peer,
+    PeerTable,
+    RankLink,
+)
 from baton.kv_transfer.receives import KVReceives
 from baton.protocol.blocks import NO_HASH, unpack_hashes
 from baton.protocol.config import TransferConfig
@@ -197,7 +204,9 @@ class NodeConnector:
             case _:
                 assert_never(event)
 
-    def _link_down(self, peer: Peer, link: RankLink, failure: Failure, out: Effects) -> None:
+    def _link_down(
+        self, peer: Peer, link: RankLink, failure: Failure, out: Effects
+    ) -> None:
         if self._peers.fall_back(peer, link, out):
             return
         self._peers.remove_link(peer, link, out)
@@ -208,14 +217,20 @@ class NodeConnector:
             # A live decode node renews its leases, so one that was silent for a whole lease is
             # gone.
             peer = self._peers.get(name)
-            if peer.channel is not Channel.NONE and peer.heard_s + self._lease_s <= out.now_s:
+            if (
+                peer.channel is not Channel.NONE
+                and peer.heard_s + self._lease_s <= out.now_s
+            ):
                 self._hang_up(peer, out)
         self._receives.end_waits(out)
         for peer in self._peers_to_redial():
             if peer.lost_s + REDIAL_S <= out.now_s:
                 self._peers.dial(peer, out)
         for peer in self._peers.all():
-            if peer.channel is Channel.DIALLED and peer.dialled_s + HELLO_S <= out.now_s:
+            if (
+                peer.channel is Channel.DIALLED
+                and peer.dialled_s + HELLO_S <= out.now_s
+            ):
                 self._hang_up(peer, out)
 
     def _hang_up(self, peer: Peer, out: Effects) -> None:
@@ -224,7 +239,9 @@ class NodeConnector:
 
     def _wake_at_s(self) -> float | None:
         limits = [*self._offers.deadlines(), *self._receives.deadlines()]
-        dialled = [peer for peer in self._peers.all() if peer.channel is Channel.DIALLED]
+        dialled = [
+            peer for peer in self._peers.all() if peer.channel is Channel.DIALLED
+        ]
         limits += [peer.dialled_s + HELLO_S for peer in dialled]
         limits += [peer.lost_s + REDIAL_S for peer in self._peers_to_redial()]
         return min(limits, default=None)
@@ -246,7 +263,8 @@ class TierSaves:
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._saves: dict[int, _Save] = {}
-        self._held: dict[TierName, dict[int, list[bytes]]] = {}  # hashes of slots, by rank
+        # Hashes of slots, by rank.
+        self._held: dict[TierName, dict[int, list[bytes]]] = {}
 
     def save(self, event: SaveBlocks | ClearTier, out: Effects) -> None:
         num_copying = self._num_ranks if isinstance(event, SaveBlocks) else 0
@@ -275,7 +293,9 @@ class TierSaves:
         if is_whole and len(ranks) == self._num_ranks:
             alike = zip(*ranks.values(), strict=True)
             common = [one[0] if len(set(one)) == 1 else NO_HASH for one in alike]
-            out.reports.append(TierOpened(event.tier, event.num_slots, b"".join(common)))
+            out.reports.append(
+                TierOpened(event.tier, event.num_slots, b"".join(common))
+            )
             del self._held[event.tier]
 
 

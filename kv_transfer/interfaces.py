@@ -24,7 +24,8 @@ from baton.protocol.messages import (
     Withdrawn,
 )
 
-PeerName = tuple[NodeId, Epoch]  # one process: a node id with another epoch is another process
+# One process: a node id with another epoch is another process.
+PeerName = tuple[NodeId, Epoch]
 
 
 class PeerRank(NamedTuple):
@@ -51,9 +52,12 @@ class BlockSlice(msgspec.Struct, frozen=True):
 
 
 CORRUPT_BLOCKS = "corrupt_blocks"  # the failure of a read whose checksums differ
-BAD_RECORD = "bad_record"  # the failure of a read of a slot that does not hold that block
-TIER_TIMEOUT = "tier_timeout"  # the failure of a load that took longer than computing takes
-LEASE_EXPIRED = "lease_expired"  # the failure of a handoff that decode did not renew in time
+# The failure of a read of a slot that does not hold that block.
+BAD_RECORD = "bad_record"
+# The failure of a load that took longer than computing takes.
+TIER_TIMEOUT = "tier_timeout"
+# The failure of a handoff that decode did not renew in time.
+LEASE_EXPIRED = "lease_expired"
 
 # --- a rank's agent, as its node sees it (travels to worker processes) --------------------------
 
@@ -135,7 +139,9 @@ class ClearTier(AgentMessage, frozen=True):
     tier: TierName
 
 
-AgentCommand = AddPeer | RemovePeer | Read | CancelRead | SumBlocks | SaveBlocks | ClearTier
+AgentCommand = (
+    AddPeer | RemovePeer | Read | CancelRead | SumBlocks | SaveBlocks | ClearTier
+)
 
 
 class PeerUp(AgentMessage, frozen=True):
@@ -248,7 +254,8 @@ class Transport(Protocol):
     name: str
     connect_s: float  # the agent gives up a peer that is not connected after this time
     min_chunk_bytes: int  # the least size of a chunk; 0 leaves it to the agent
-    progress_s: float | None  # `service` must be called this often, even if nothing is read
+    # `service` must be called this often, even if nothing is read.
+    progress_s: float | None
 
     def address(self) -> bytes:
         """Return opaque metadata with which a peer's `add_peer` can read the local pool."""
@@ -482,7 +489,8 @@ class KVReceived(msgspec.Struct, frozen=True):
     tokens: tuple[FirstToken, ...]
     num_bytes: int
     transfer_s: float  # from the first post to the last read's end
-    exposed_s: float  # from End's arrival (or the last post before it) to the last read's end
+    # From End's arrival (or the last post before it) to the last read's end.
+    exposed_s: float
     num_cached_tokens: int = 0  # what End says
 
 

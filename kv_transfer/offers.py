@@ -73,7 +73,9 @@ class Offers:
             self._tombstones.bury(offer.key, Withdrawn(offer.key, reached))
             out.reports.append(Released(offer.key, reached))
             return
-        self._sources[offer.key] = SourceHandoff(offer, reached.name, self._lease_s, out)
+        self._sources[offer.key] = SourceHandoff(
+            offer, reached.name, self._lease_s, out
+        )
 
     def wanted(self, peer: Peer, message: WantPrefix, out: Effects) -> None:
         """Handle a peer's question for a prefix, which the scheduler answers."""
@@ -83,7 +85,9 @@ class Offers:
         if (ended := self._ended(key)) is not None:
             out.send(peer.name, Withdrawn(key, ended))
             return
-        out.reports.append(PrefixWanted(key, peer.name[0], message.hashes, message.num_held_blocks))
+        out.reports.append(
+            PrefixWanted(key, peer.name[0], message.hashes, message.num_held_blocks)
+        )
 
     def refuse(self, event: RefusePrefix, out: Effects) -> None:
         peer = self._peers.current(event.reader)
@@ -135,7 +139,11 @@ class Offers:
 
     def end_leases(self, out: Effects) -> set[PeerName]:
         """End the leases that are over, and return the peers that did not renew them."""
-        ended = [source for source in self._sources.values() if source.deadline_s <= out.now_s]
+        ended = [
+            source
+            for source in self._sources.values()
+            if source.deadline_s <= out.now_s
+        ]
         for source in ended:
             self._on(source, LeaseEnded(), out)
         return {source.peer for source in ended}
@@ -158,7 +166,10 @@ class Offers:
             del self._sources[source.key]
             if self._sums is not None:
                 self._sums.forget(source.key)
-            failure = source.failure or TransferError("the blocks were given back").to_failure()
+            failure = (
+                source.failure
+                or TransferError("the blocks were given back").to_failure()
+            )
             self._tombstones.bury(source.key, Withdrawn(source.key, failure))
             if not isinstance(event, Done | Declined):
                 self._unanswered[source.key] = source.peer
@@ -201,14 +212,24 @@ class Reconnected:
 
 
 SourceEvent = (
-    BlockRange | End | Withdrawn | Renew | Done | Declined | ChannelLost | Reconnected | LeaseEnded
+    BlockRange
+    | End
+    | Withdrawn
+    | Renew
+    | Done
+    | Declined
+    | ChannelLost
+    | Reconnected
+    | LeaseEnded
 )
 
 
 class SourceHandoff:
     """The constructor sends Offered. `deadline_s` is the end of the lease in every state."""
 
-    def __init__(self, offer: Offer, peer: PeerName, lease_s: float, out: Effects) -> None:
+    def __init__(
+        self, offer: Offer, peer: PeerName, lease_s: float, out: Effects
+    ) -> None:
         self.key = offer.key
         self.peer = peer
         self.state = SourceState.OFFERED
@@ -227,7 +248,9 @@ class SourceHandoff:
             case SourceState.LEAVING:
                 self._on_leaving(event, out)
             case SourceState.RELEASED:
-                raise InvariantBroken(f"{self.key} was released before {type(event).__name__}")
+                raise InvariantBroken(
+                    f"{self.key} was released before {type(event).__name__}"
+                )
             case _:
                 assert_never(self.state)
 
@@ -241,7 +264,9 @@ class SourceHandoff:
                 self.deadline_s = out.now_s + self.lease_s
                 out.send(self.peer, Renewed(self.key))
             case Done():
-                error = TransferError("the reader was done with a prompt that had not ended")
+                error = TransferError(
+                    "the reader was done with a prompt that had not ended"
+                )
                 self._release(None if self._is_complete else error.to_failure(), out)
             case Declined(failure=failure):
                 self._release(failure, out)
@@ -328,7 +353,9 @@ class AnnouncedSums:
             self._asked[ticket] = waiting
             slice_bytes = self._block_bytes // num_slices
             for rank in range(self._num_ranks):
-                out.command(rank, SumBlocks(ticket, message.block_ids, slice_bytes, num_slices))
+                out.command(
+                    rank, SumBlocks(ticket, message.block_ids, slice_bytes, num_slices)
+                )
 
     def summed(self, rank: int, event: BlocksSummed) -> Key | None:
         """Note an answer, and return the key whose announcements may now be ready."""
@@ -350,7 +377,9 @@ class AnnouncedSums:
             if isinstance(message, BlockRange):
                 if len(sums) < self._num_ranks:
                     return
-                rows = tuple(row for rank in range(self._num_ranks) for row in sums[rank])
+                rows = tuple(
+                    row for rank in range(self._num_ranks) for row in sums[rank]
+                )
                 message = msgspec.structs.replace(message, checksums=rows)
             queue.popleft()
             yield message

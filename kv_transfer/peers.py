@@ -29,7 +29,8 @@ from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import PROTOCOL_VERSION, NodeInfo, PeerHello
 from baton.protocol.pairing import tp_size_problem, transport_problem
 
-REDIAL_S = 5.0  # from losing a channel to dialling that peer again, also without a request
+# From losing a channel to dialling that peer again, also without a request.
+REDIAL_S = 5.0
 HELLO_S = 4.0  # from dialling to the peer's PeerHello
 MAX_UNLISTED = 256
 
@@ -86,7 +87,10 @@ class Peer:
     def link(self, target: int, source: int) -> RankLink | None:
         """Return the link by which our rank `target` reads the peer's rank `source`."""
         ends = (target, source)
-        return next((one for one in self.links if (one.edge.target, one.edge.source) == ends), None)
+        return next(
+            (one for one in self.links if (one.edge.target, one.edge.source) == ends),
+            None,
+        )
 
 
 class PeerTable:
@@ -96,7 +100,8 @@ class PeerTable:
         self._node = node
         self._transfer = transfer
         self._peers: dict[PeerName, Peer] = {}
-        self._current: dict[NodeId, PeerName] = {}  # the process last listed under that id
+        # The process last listed under that id.
+        self._current: dict[NodeId, PeerName] = {}
 
     def all(self) -> list[Peer]:
         return list(self._peers.values())
@@ -111,7 +116,9 @@ class PeerTable:
         return name in self._peers and self._peers[name].channel is not Channel.NONE
 
     def of_epoch(self, epoch: Epoch) -> Peer | None:
-        return next((peer for peer in self._peers.values() if peer.epoch == epoch), None)
+        return next(
+            (peer for peer in self._peers.values() if peer.epoch == epoch), None
+        )
 
     def current(self, node: NodeId) -> Peer | None:
         """Return the process that a router last listed as that node."""
@@ -139,8 +146,14 @@ class PeerTable:
             for link in peer.links:
                 self.remove_link(peer, link, out)
         superseded = [p for p in unlisted if self._current.get(p.name[0]) != p.name]
-        kept = [p for p in self._peers.values() if p.is_listed is False and p not in superseded]
-        for peer in superseded + [p for p in kept[:-MAX_UNLISTED] if p.name not in in_use]:
+        kept = [
+            p
+            for p in self._peers.values()
+            if p.is_listed is False and p not in superseded
+        ]
+        for peer in superseded + [
+            p for p in kept[:-MAX_UNLISTED] if p.name not in in_use
+        ]:
             del self._peers[peer.name]
             if self._current.get(peer.name[0]) == peer.name:
                 del self._current[peer.name[0]]
@@ -161,7 +174,9 @@ class PeerTable:
         if peer.refusal is not None or peer.info is None:
             return peer.refusal
         theirs = (peer.info.model, peer.info.layout.fingerprint)
-        return self._difference(peer.name[0], PROTOCOL_VERSION, *theirs) or self._problem(peer.info)
+        return self._difference(
+            peer.name[0], PROTOCOL_VERSION, *theirs
+        ) or self._problem(peer.info)
 
     def dial(self, peer: Peer, out: Effects) -> None:
         """Open a channel to that peer. Messages wait until the channel is open."""
@@ -247,7 +262,9 @@ class PeerTable:
         edge = link.edge
         address = info.ranks[edge.source]
         ours = self._node.ranks[edge.target]
-        transport = choose_transport(address, ours, self._transfer.transport, peer.failed)
+        transport = choose_transport(
+            address, ours, self._transfer.transport, peer.failed
+        )
         link.state = LinkState.ADDING
         link.transport = transport
         add = AddPeer(
@@ -266,7 +283,9 @@ class PeerTable:
     def _hello(self) -> PeerHello:
         node = self._node
         fingerprint = node.layout.fingerprint
-        return PeerHello(PROTOCOL_VERSION, node.node_id, node.epoch, node.model, fingerprint)
+        return PeerHello(
+            PROTOCOL_VERSION, node.node_id, node.epoch, node.model, fingerprint
+        )
 
     def _difference(
         self, node: NodeId, version: int, model: str, fingerprint: str
@@ -312,7 +331,10 @@ class ShardMapping(msgspec.Struct, frozen=True):
 
         Rows are ordered by rank of prefill, then by heads.
         """
-        return self.source * self.num_slices + self.part.remote_offset // self.part.num_bytes
+        return (
+            self.source * self.num_slices
+            + self.part.remote_offset // self.part.num_bytes
+        )
 
 
 def edges_between(prefill: NodeInfo, decode: NodeInfo) -> list[ShardMapping]:

@@ -79,7 +79,9 @@ class HostPool:
                 f"a KV pool of {self.shape.file_bytes >> 20} MiB does not fit the "
                 f"{available_bytes() >> 20} MiB of free memory; lower cache.memory_mib"
             )
-        self._fd = os.memfd_create("baton-kv-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._fd = os.memfd_create(
+            "baton-kv-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        )
         try:
             os.ftruncate(self._fd, self.shape.file_bytes)
             file = mmap.mmap(self._fd, self.shape.file_bytes)
@@ -88,7 +90,9 @@ class HostPool:
         except OSError as error:
             os.close(self._fd)
             size_mib = self.shape.file_bytes >> 20
-            raise ConfigError(f"cannot reserve a KV pool of {size_mib} MiB: {error}") from error
+            raise ConfigError(
+                f"cannot reserve a KV pool of {size_mib} MiB: {error}"
+            ) from error
         nonce_offset = self.shape.nonce_offset
         file[nonce_offset : nonce_offset + NONCE_BYTES] = self.nonce
         self._file = memoryview(file)
@@ -116,13 +120,17 @@ class HostPool:
         offset = self.shape.generations_offset
         return np.frombuffer(self._file, np.uint32, self.shape.num_blocks, offset)
 
-    def checksums(self, block_ids: Sequence[int], offset: int, num_bytes: int) -> tuple[int, ...]:
+    def checksums(
+        self, block_ids: Sequence[int], offset: int, num_bytes: int
+    ) -> tuple[int, ...]:
         """Return the CRC-32 of a range of bytes of each block. No thread may be writing to them.
 
         Any thread may call it.
         """
         starts = [self.shape.block_bytes * block + offset for block in block_ids]
-        return tuple(zlib.crc32(self._file[start : start + num_bytes]) for start in starts)
+        return tuple(
+            zlib.crc32(self._file[start : start + num_bytes]) for start in starts
+        )
 
     @property
     def address(self) -> int:
@@ -162,7 +170,9 @@ def available_bytes() -> int:
 
     The limits of cgroup v2 count too: a container, job or systemd unit may have less than its host.
     """
-    return min([_available_on_host(), *left_by_cgroups(CGROUPS, Path("/proc/self/cgroup"))])
+    return min(
+        [_available_on_host(), *left_by_cgroups(CGROUPS, Path("/proc/self/cgroup"))]
+    )
 
 
 def left_by_cgroups(root: Path, own: Path) -> Iterator[int]:
@@ -179,11 +189,14 @@ def left_by_cgroups(root: Path, own: Path) -> Iterator[int]:
     for one in (folder, *folder.parents):
         if not one.is_relative_to(root):
             return
-        with contextlib.suppress(OSError, ValueError):  # without a limit the file says "max"
+        # Without a limit the file says "max".
+        with contextlib.suppress(OSError, ValueError):
             limit = int((one / "memory.max").read_text(encoding="utf-8"))
             stat = dict(
                 line.split()
-                for line in (one / "memory.stat").read_text(encoding="utf-8").splitlines()
+                for line in (one / "memory.stat")
+                .read_text(encoding="utf-8")
+                .splitlines()
             )
             used = int((one / "memory.current").read_text(encoding="utf-8")) - int(
                 stat.get("inactive_file", 0)
@@ -286,11 +299,15 @@ class DevicePool:
         """Let `read` write the bytes of a block. One other thread may call it."""
         self.peers.fill(block, read)
 
-    def checksums(self, block_ids: Sequence[int], offset: int, num_bytes: int) -> tuple[int, ...]:
+    def checksums(
+        self, block_ids: Sequence[int], offset: int, num_bytes: int
+    ) -> tuple[int, ...]:
         """Return the checksum of a slice of each block. Only the agent's thread calls it."""
         part = BlockSlice(offset, offset, num_bytes)
         blocks = np.asarray(block_ids, np.int64)
-        return self.peers.checksums(slice_ids(blocks, self.shape, offset, part), num_bytes)
+        return self.peers.checksums(
+            slice_ids(blocks, self.shape, offset, part), num_bytes
+        )
 
     def close(self) -> None:
         self.table.close()
@@ -333,11 +350,15 @@ class SliceMap:
         into = np.asarray(command.local, np.int64)
         generations = np.asarray(command.generations, np.int64)
         if not len(blocks) == len(into) == len(generations):
-            raise TransferError("a read needs a local block and a generation for each remote block")
+            raise TransferError(
+                "a read needs a local block and a generation for each remote block"
+            )
         for ids, shape in ((blocks, self.theirs), (into, self.ours)):
             # Negative ids are huge as unsigned numbers.
             if len(ids) and int(ids.view(np.uint64).max()) >= shape.num_blocks:
-                raise TransferError(f"a block id is not in the range 0..{shape.num_blocks - 1}")
+                raise TransferError(
+                    f"a block id is not in the range 0..{shape.num_blocks - 1}"
+                )
         part = self.part
         return SliceRead(
             blocks,

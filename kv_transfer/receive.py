@@ -51,14 +51,17 @@ from baton.protocol.messages import (
     Withdrawn,
 )
 
-WAIT_S = 600.0  # the router cancels long before this; it only bounds what a router forgot
+# The router cancels long before this; it only bounds what a router forgot.
+WAIT_S = 600.0
 STALL_S = 60.0  # how long reads may make no progress while blocks are missing
-SHUTDOWN_TIMEOUT_S = 60.0  # longer than an agent takes to decide whether a read is quiesced
+# Longer than an agent takes to decide whether a read is quiesced.
+SHUTDOWN_TIMEOUT_S = 60.0
 
 
 class ReceiveState(Enum):
     EXPECTED = auto()  # the source has not offered the blocks
-    OFFERED = auto()  # the source holds them, and the scheduler has named no place for them yet
+    # The source holds them, and the scheduler has named no place for them yet.
+    OFFERED = auto()
     RECEIVING = auto()  # the scheduler has reserved blocks, and block ranges are read
     DRAINING = auto()  # the receive failed, and reads may still write
     RECEIVED = auto()
@@ -80,7 +83,14 @@ class TimeUp:
 TakeTicket = Callable[[Key], int]
 Announcement = Offered | BlockRange | End | Renewed
 ReceiveEvent = (
-    Announcement | Withdrawn | BeginReceive | Abandon | Broken | PeerUp | ReadEnded | TimeUp
+    Announcement
+    | Withdrawn
+    | BeginReceive
+    | Abandon
+    | Broken
+    | PeerUp
+    | ReadEnded
+    | TimeUp
 )
 
 
@@ -93,7 +103,8 @@ class KVReceive:
         take_ticket: TakeTicket,
     ) -> None:
         self.key = event.key
-        self.source = None if isinstance(event, LoadPrefix) else event.source  # None: tiers
+        # None: tiers.
+        self.source = None if isinstance(event, LoadPrefix) else event.source
         self.peer: PeerName | None = None
         self.state = ReceiveState.EXPECTED
         self.lease: ReaderLease | None = None
@@ -136,7 +147,10 @@ class KVReceive:
     @property
     def renew_at_s(self) -> float | None:
         """Return when the next renewal is due: at once if only the proof is missing."""
-        if self.state not in (ReceiveState.OFFERED, ReceiveState.RECEIVING) or self.lease is None:
+        if (
+            self.state not in (ReceiveState.OFFERED, ReceiveState.RECEIVING)
+            or self.lease is None
+        ):
             return None
         if self._has_all() and self._posted_s:
             end_s = self._last_end_s
@@ -161,7 +175,9 @@ class KVReceive:
             case ReceiveState.DRAINING:
                 self._on_draining(event, out)
             case ReceiveState.RECEIVED | ReceiveState.ENDED:
-                raise InvariantBroken(f"{self.key} had ended before {type(event).__name__}")
+                raise InvariantBroken(
+                    f"{self.key} had ended before {type(event).__name__}"
+                )
             case _:
                 assert_never(self.state)
         if self.state is ReceiveState.RECEIVING and self.source is not None:
@@ -178,7 +194,12 @@ class KVReceive:
                 peer = tier_peer(part.tier)
                 generations = (0,) * len(part.slots)
                 read = Read(
-                    ticket, peer, part.slots, part.block_ids, generations, hashes=part.hashes
+                    ticket,
+                    peer,
+                    part.slots,
+                    part.block_ids,
+                    generations,
+                    hashes=part.hashes,
                 )
                 out.command(rank, read)
         return set(self._outstanding)
@@ -187,7 +208,9 @@ class KVReceive:
         """Return whether that read belongs to this receive and has not ended."""
         return ticket in self._outstanding
 
-    def _on_expected(self, event: ReceiveEvent, peer: Peer | None, out: Effects) -> None:
+    def _on_expected(
+        self, event: ReceiveEvent, peer: Peer | None, out: Effects
+    ) -> None:
         if peer is not None:
             self.peer = peer.name
         match event:
@@ -218,7 +241,9 @@ class KVReceive:
                 self._progress_s = out.now_s
                 self._read_ended(event)
                 if failure is not None or not event.quiesced:
-                    self._fail(failure or _wrong("a read ended without being quiesced"), out)
+                    self._fail(
+                        failure or _wrong("a read ended without being quiesced"), out
+                    )
             case BeginReceive() | ReadEnded():
                 raise self._out_of_place(event)
             case _:
@@ -246,7 +271,10 @@ class KVReceive:
         self.lease = ReaderLease(out.now_s, offered.lease_s)
         self._num_blocks = offered.num_blocks
         self._since_s = out.now_s
-        if not 0 < offered.num_blocks <= self._max_blocks or not 0 < offered.lease_s <= WAIT_S:
+        if (
+            not 0 < offered.num_blocks <= self._max_blocks
+            or not 0 < offered.lease_s <= WAIT_S
+        ):
             self._fail(_wrong("Offered names impossible sizes"), out)
         else:
             out.reports.append(offered)
@@ -268,7 +296,10 @@ class KVReceive:
                     self._block_ranges.append(message)
                     self._num_announced_blocks += len(message.block_ids)
             case End():
-                if self._end is not None or self._num_announced_blocks != self._num_blocks:
+                if (
+                    self._end is not None
+                    or self._num_announced_blocks != self._num_blocks
+                ):
                     problem = "End came twice or before all block ranges"
                 self._end = message
                 self._end_arrived_s = out.now_s
@@ -322,7 +353,9 @@ class KVReceive:
                 if read is not None:
                     out.command(link.edge.target, read)
 
-    def _read_of(self, block_range: BlockRange, edge: ShardMapping, peer: Epoch) -> Read | None:
+    def _read_of(
+        self, block_range: BlockRange, edge: ShardMapping, peer: Epoch
+    ) -> Read | None:
         """Return the read of the blocks of a range that are missing here; None if none is."""
         skip = max(0, self._first_block - block_range.first_block)
         remote = block_range.block_ids[skip:]
@@ -332,9 +365,13 @@ class KVReceive:
         local = self._block_ids[start : start + len(remote)]
         ticket = self._take_ticket(self.key)
         self._outstanding[ticket] = (edge.target, local)
-        checksums = block_range.checksums[edge.sums_row][skip:] if block_range.checksums else ()
+        checksums = (
+            block_range.checksums[edge.sums_row][skip:] if block_range.checksums else ()
+        )
         owner = PeerRank(peer, edge.source)
-        return Read(ticket, owner, remote, local, block_range.generations[skip:], checksums)
+        return Read(
+            ticket, owner, remote, local, block_range.generations[skip:], checksums
+        )
 
     def _read_ended(self, event: ReadEnded) -> None:
         _, local = self._outstanding.pop(event.ticket)
@@ -359,7 +396,9 @@ class KVReceive:
             return False
         if self.source is None:
             return not self._outstanding
-        return self._end is not None and (not self._block_ids or self._have_all_ranges())
+        return self._end is not None and (
+            not self._block_ids or self._have_all_ranges()
+        )
 
     def _end_if_complete(self, out: Effects) -> None:
         if not self._has_all():
@@ -367,7 +406,9 @@ class KVReceive:
         if self.source is None:
             took_s = max(0.0, self._last_end_s - self._since_s)
             self.state = ReceiveState.RECEIVED
-            out.reports.append(KVReceived(self.key, (), self._num_bytes, took_s, took_s))
+            out.reports.append(
+                KVReceived(self.key, (), self._num_bytes, took_s, took_s)
+            )
             return
         assert self._end is not None
         assert self.lease is not None
@@ -415,7 +456,9 @@ class KVReceive:
     def _finish(self, out: Effects) -> None:
         assert self.failure is not None
         self.state = ReceiveState.ENDED
-        quarantined = tuple(sorted({b for local in self.quarantined.values() for b in local}))
+        quarantined = tuple(
+            sorted({b for local in self.quarantined.values() for b in local})
+        )
         if self.peer is not None:
             out.send(self.peer, Declined(self.key, self.failure))
         out.reports.append(ReceiveEnded(self.key, self.failure, quarantined))
@@ -430,17 +473,24 @@ class KVReceive:
         return TransferError(text, code="transfer_timeout").to_failure()
 
     def _out_of_place(self, event: ReceiveEvent) -> InvariantBroken:
-        return InvariantBroken(f"{self.key} is {self.state.name}, but {type(event).__name__} came")
+        return InvariantBroken(
+            f"{self.key} is {self.state.name}, but {type(event).__name__} came"
+        )
 
 
 def _wrong(text: str) -> Failure:
     return TransferError(text).to_failure()
 
 
-def _unreadable(block_range: BlockRange, source: NodeInfo, edge: ShardMapping) -> str | None:
+def _unreadable(
+    block_range: BlockRange, source: NodeInfo, edge: ShardMapping
+) -> str | None:
     """Return why the blocks of a block range cannot be read from the node that announced it."""
     if not all(0 <= block < source.num_blocks for block in block_range.block_ids):
         return "a block range names blocks that the source does not have"
-    if block_range.checksums and len(block_range.checksums) != len(source.ranks) * edge.num_slices:
+    if (
+        block_range.checksums
+        and len(block_range.checksums) != len(source.ranks) * edge.num_slices
+    ):
         return "a block range has checksums of slices other than those that are read"
     return None

@@ -10,7 +10,13 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import replace
 
-from baton.kv_transfer.bookkeeping import PARKED_S, Parked, Parking, Tombstones, superseded
+from baton.kv_transfer.bookkeeping import (
+    PARKED_S,
+    Parked,
+    Parking,
+    Tombstones,
+    superseded,
+)
 from baton.kv_transfer.interfaces import (
     Abandon,
     BeginReceive,
@@ -25,7 +31,13 @@ from baton.kv_transfer.interfaces import (
     ReceiveEnded,
 )
 from baton.kv_transfer.peers import Channel, Peer, PeerTable
-from baton.kv_transfer.receive import Broken, KVReceive, ReceiveEvent, ReceiveState, TimeUp
+from baton.kv_transfer.receive import (
+    Broken,
+    KVReceive,
+    ReceiveEvent,
+    ReceiveState,
+    TimeUp,
+)
 from baton.protocol.errors import Failure, InvariantBroken, TransferError
 from baton.protocol.ids import Key
 from baton.protocol.messages import (
@@ -56,7 +68,8 @@ class KVReceives:
         self._tickets = itertools.count(1)
         self._readers: dict[int, Key] = {}  # ticket -> receive
         self._tier_readers: set[int] = set()  # those of tiers
-        self._quarantined: dict[int, tuple[int, ...]] = {}  # ticket -> blocks, of ended receives
+        # Ticket -> blocks, of ended receives.
+        self._quarantined: dict[int, tuple[int, ...]] = {}
 
     def expect(self, event: Expect, out: Effects) -> None:
         parked = self._parking.take(event.key)
@@ -79,7 +92,9 @@ class KVReceives:
             self._on(receive, Broken(reached), out)
             return
         receive.peer = reached.name
-        out.send(reached.name, WantPrefix(event.key, event.hashes, event.num_held_blocks))
+        out.send(
+            reached.name, WantPrefix(event.key, event.hashes, event.num_held_blocks)
+        )
         self._make_readable(receive, out)
 
     def load(self, event: LoadPrefix, out: Effects) -> None:
@@ -104,7 +119,9 @@ class KVReceives:
         self._supersede(key, out)
         tombstone = self._tombstones.answer(key)
         if tombstone is not None or self._tombstones.is_superseded(key):
-            failure = tombstone.failure if isinstance(tombstone, Declined) else superseded()
+            failure = (
+                tombstone.failure if isinstance(tombstone, Declined) else superseded()
+            )
             out.reports.append(ReceiveEnded(key, failure))
             if parked is not None:
                 self._decline(parked.peer, key, failure, out)
@@ -229,7 +246,12 @@ class KVReceives:
         return used
 
     def _on(
-        self, receive: KVReceive, event: ReceiveEvent, out: Effects, *, sender: Peer | None = None
+        self,
+        receive: KVReceive,
+        event: ReceiveEvent,
+        out: Effects,
+        *,
+        sender: Peer | None = None,
     ) -> None:
         peer = sender if receive.peer is None else self._peers.get(receive.peer)
         receive.on(event, peer, out)
@@ -246,7 +268,8 @@ class KVReceives:
 
     def _bury(self, receive: KVReceive, answer: Done | Declined) -> None:
         del self._receives[receive.key], self._next_s[receive.key]
-        if receive.source is not None:  # the rest of a prefix may follow from another node
+        # The rest of a prefix may follow from another node.
+        if receive.source is not None:
             self._tombstones.bury(receive.key, answer)
 
     def _of(self, peer: PeerName) -> list[KVReceive]:
@@ -296,7 +319,9 @@ class KVReceives:
         for lower in [k for k in self._receives if k.is_superseded_by(key)]:
             self._on(self._receives[lower], Broken(superseded()), out)
 
-    def _decline(self, peer: PeerName, key: Key, failure: Failure, out: Effects) -> None:
+    def _decline(
+        self, peer: PeerName, key: Key, failure: Failure, out: Effects
+    ) -> None:
         """Refuse a handoff for good; later messages of its key get the same answer."""
         declined = Declined(key, failure)
         self._tombstones.bury(key, declined)

@@ -105,26 +105,34 @@ class FolderStore:
             self._blocks = _opened(folder / f"{name}.blocks")
             self._records = self._opened_records()
         except OSError as error:
-            raise ConfigError(f"cache.folder: cannot use {folder}: {error.strerror}") from None
+            raise ConfigError(
+                f"cache.folder: cannot use {folder}: {error.strerror}"
+            ) from None
 
     def hashes(self) -> bytes:
         size = _RECORD.size
         records = self._records
         return b"".join(
-            records[start : start + HASH_BYTES] for start in range(0, len(records), size)
+            records[start : start + HASH_BYTES]
+            for start in range(0, len(records), size)
         )
 
     def write(self, slot: int, block_hash: BlockHash, block: memoryview) -> None:
         self._set_record(slot, bytes(_RECORD.size))
         _write(self._blocks, block, slot * self._block_bytes)
-        self._set_record(slot, _RECORD.pack(block_hash, self._checksum(block_hash, block)))
+        self._set_record(
+            slot, _RECORD.pack(block_hash, self._checksum(block_hash, block))
+        )
 
     def read(self, slot: int, block_hash: BlockHash, into: memoryview) -> None:
         held, checksum = _RECORD.unpack_from(self._records, slot * _RECORD.size)
         if held != block_hash:
             raise _bad_record(slot)
         num_bytes = os.preadv(self._blocks, [into], slot * self._block_bytes)
-        if num_bytes != self._block_bytes or self._checksum(block_hash, into) != checksum:
+        if (
+            num_bytes != self._block_bytes
+            or self._checksum(block_hash, into) != checksum
+        ):
             # The block may be saved in another slot, which must be the only one when this opens.
             self._set_record(slot, bytes(_RECORD.size))
             raise _bad_record(slot)
@@ -176,7 +184,9 @@ class ClaimedFolder:
         try:
             self.path, self._lock = self._claim(folder, role)
         except OSError as error:
-            raise ConfigError(f"cache.folder: cannot use {folder}: {error.strerror}") from None
+            raise ConfigError(
+                f"cache.folder: cannot use {folder}: {error.strerror}"
+            ) from None
 
     def close(self) -> None:
         os.close(self._lock)
@@ -211,4 +221,6 @@ def _write(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def _bad_record(slot: int) -> TransferError:
-    return TransferError(f"slot {slot} does not hold that block any more", code=BAD_RECORD)
+    return TransferError(
+        f"slot {slot} does not hold that block any more", code=BAD_RECORD
+    )

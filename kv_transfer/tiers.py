@@ -41,7 +41,11 @@ SLOTS_PER_MESSAGE = 1 << 15
 
 
 def make_tiers(
-    cache: CacheConfig, pool: HostPool | DevicePool, rank: int, num_ranks: int, maker: str
+    cache: CacheConfig,
+    pool: HostPool | DevicePool,
+    rank: int,
+    num_ranks: int,
+    maker: str,
 ) -> list["Tier"]:
     """Return the tiers below one rank's pool. Raises `ConfigError`.
 
@@ -81,7 +85,9 @@ class Tier:
     min_chunk_bytes = 0
     progress_s: float | None = None
 
-    def __init__(self, name: TierName, store: BlockStore, pool: HostPool | DevicePool) -> None:
+    def __init__(
+        self, name: TierName, store: BlockStore, pool: HostPool | DevicePool
+    ) -> None:
         self.name: str = name
         self._peer = tier_peer(name)
         self._store = store
@@ -93,7 +99,8 @@ class Tier:
         self._unfinished: set[Future[None]] = set()
         self._error: BaseException | None = None  # a bug, which ends the agent
         self._events: list[AgentEvent] = list(_held(name, store))
-        self._lock = threading.Lock()  # around the events, which the writing thread adds, too
+        # Around the events, which the writing thread adds, too.
+        self._lock = threading.Lock()
         self._done = os.eventfd(1, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     @property
@@ -123,7 +130,9 @@ class Tier:
 
     def read(self, command: Read) -> int:
         self._next_handle += 1
-        self._reads[self._next_handle] = self._submit(self._reader, partial(self._read, command))
+        self._reads[self._next_handle] = self._submit(
+            self._reader, partial(self._read, command)
+        )
         return self._next_handle
 
     def test(self, handle: int) -> bool:
@@ -185,7 +194,9 @@ class Tier:
             self._store.close()
             os.close(self._done)
 
-    def _submit(self, thread: ThreadPoolExecutor, work: Callable[[], None]) -> "Future[None]":
+    def _submit(
+        self, thread: ThreadPoolExecutor, work: Callable[[], None]
+    ) -> "Future[None]":
         future = thread.submit(work)
         self._unfinished.add(future)
         future.add_done_callback(self._finished)
@@ -216,7 +227,9 @@ class Tier:
         """Read every slot, also after a bad one: the store then forgets all that are bad."""
         hashes = unpack_hashes(command.hashes)
         failure: TransferError | None = None
-        for slot, block_hash, block in zip(command.remote, hashes, command.local, strict=True):
+        for slot, block_hash, block in zip(
+            command.remote, hashes, command.local, strict=True
+        ):
             try:
                 self._pool.fill(block, partial(self._store.read, slot, block_hash))
             except TransferError as error:

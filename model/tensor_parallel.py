@@ -22,7 +22,8 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
 
 from baton.protocol.errors import NodeError
 
-SLOT_BYTES = 4 << 20  # the limit for one rank in one exchange; larger tensors are sent in pieces
+# The limit for one rank in one exchange; larger tensors are sent in pieces.
+SLOT_BYTES = 4 << 20
 
 
 class Ranks(Protocol):
@@ -96,7 +97,9 @@ class SharedMemoryRanks:
         rows = tensor.reshape(-1, tensor.shape[-1])
         pieces = _pieces(rows, rows.shape[1] * rows.element_size())
         gathered = [torch.cat(self._exchange(piece), dim=-1) for piece in pieces]
-        return torch.cat(gathered).view(*tensor.shape[:-1], self.size * tensor.shape[-1])
+        return torch.cat(gathered).view(
+            *tensor.shape[:-1], self.size * tensor.shape[-1]
+        )
 
     def _exchange(self, piece: Tensor) -> list[Tensor]:
         """Return every rank's piece, in rank order. They are valid until the next exchange."""
@@ -174,7 +177,12 @@ class GroupRanks:
 
 
 def join(
-    device: torch.device, place: tuple[int, int], memory: int, timeout_s: float, *, is_ordered: bool
+    device: torch.device,
+    place: tuple[int, int],
+    memory: int,
+    timeout_s: float,
+    *,
+    is_ordered: bool,
 ) -> GroupRanks:
     """Meet the other ranks of this host, over NCCL or, on CPUs, gloo. Raises `NodeError`.
 

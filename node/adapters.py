@@ -23,7 +23,8 @@ from baton.runtime.log import logger
 
 NOT_ALLOWED = "it was started without model.allow_runtime_lora_updating"
 
-AGAIN_S = 30.0  # after which an adapter of the list that could not be loaded is tried again
+# After which an adapter of the list that could not be loaded is tried again.
+AGAIN_S = 30.0
 
 log = logger("node")
 
@@ -65,7 +66,9 @@ class AdapterSlots:
     @property
     def has_work(self) -> bool:
         """Return whether there is anything to do or to say, at once or later."""
-        has_loads = self._loading is not None or self._wanted or self._again_s < math.inf
+        has_loads = (
+            self._loading is not None or self._wanted or self._again_s < math.inf
+        )
         return bool(has_loads or self._replies or self._asking or self._is_changed)
 
     def load(self, origin: Origin, message: LoadAdapter) -> None:
@@ -80,7 +83,9 @@ class AdapterSlots:
 
     def forget(self, origin: Origin) -> None:
         """Drop what a router has asked for that is gone."""
-        self._wanted = deque(one for one in self._wanted if one.origin != origin or one.digest)
+        self._wanted = deque(
+            one for one in self._wanted if one.origin != origin or one.digest
+        )
         self._replies = [reply for reply in self._replies if reply[0] != origin]
         self._asking = [asking for asking in self._asking if asking != origin]
 
@@ -136,7 +141,9 @@ class AdapterSlots:
         self._wanted = deque(one for one in self._wanted if not one.digest)
         for entry in self._list.loaded.values() if self._max_loras else ():
             if entry.lora not in self._held:
-                self._wanted.append(WantedAdapter(NO_ROUTER, entry.name, entry.path, entry.digest))
+                self._wanted.append(
+                    WantedAdapter(NO_ROUTER, entry.name, entry.path, entry.digest)
+                )
 
     def _state(self) -> AdaptersHeld:
         return AdaptersHeld(self._list.entries, tuple(sorted(self._held)))
@@ -149,13 +156,19 @@ class AdapterSlots:
         if not wanted.digest and len(listed.keys() - {wanted.name}) >= self._max_loras:
             text = f"{len(listed)} adapters are loaded, as many as model.max_loras allows: unload"
             return f"{text} another one first", 0
-        needed = {entry.lora for entry in listed.values()} | self._scheduler.loras_in_use()
-        free = [slot for slot, lora in self._slots.items() if not lora or lora not in needed]
+        needed = {
+            entry.lora for entry in listed.values()
+        } | self._scheduler.loras_in_use()
+        free = [
+            slot for slot, lora in self._slots.items() if not lora or lora not in needed
+        ]
         if not free:
             return "requests still use adapters that were unloaded: try again later", 0
         return "", min(free, key=lambda slot: bool(self._slots[slot]))
 
-    def _answer(self, now_s: float, wanted: WantedAdapter, digest: str, problem: str) -> None:
+    def _answer(
+        self, now_s: float, wanted: WantedAdapter, digest: str, problem: str
+    ) -> None:
         if problem and wanted.origin == NO_ROUTER:
             self._again_s = now_s + AGAIN_S
         if wanted.origin != NO_ROUTER:
@@ -163,7 +176,10 @@ class AdapterSlots:
             self._replies.append((wanted.origin, reply))
         if not problem:
             log.info("an adapter was loaded", adapter=wanted.name, path=wanted.path)
-        elif wanted.origin == NO_ROUTER and (wanted.name + wanted.digest) not in self._failed:
+        elif (
+            wanted.origin == NO_ROUTER
+            and (wanted.name + wanted.digest) not in self._failed
+        ):
             self._failed.add(wanted.name + wanted.digest)
             log.warning(
                 "an adapter of the cluster cannot be loaded here, so its requests go elsewhere",

@@ -76,7 +76,9 @@ class CacheHandOver:
         if self._router is None:
             return
         new: dict[BlockHash, float] = {}
-        for block_hash, idle_s in islice(self._held(), MAX_POOLS * self._pool.num_blocks):
+        for block_hash, idle_s in islice(
+            self._held(), MAX_POOLS * self._pool.num_blocks
+        ):
             if block_hash not in self._named:
                 new.setdefault(block_hash, idle_s)
         self._named.update(new)

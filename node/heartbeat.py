@@ -40,7 +40,11 @@ class VitalSigns(msgspec.Struct, frozen=True):
     unreachable: tuple[NodeId, ...] = ()
 
     def step_age_s(self, now_s: float) -> float:
-        return 0.0 if self.step_started_s is None else max(0.0, now_s - self.step_started_s)
+        return (
+            0.0
+            if self.step_started_s is None
+            else max(0.0, now_s - self.step_started_s)
+        )
 
     def loop_age_s(self, now_s: float) -> float:
         return 0.0 if self.turned_s is None else max(0.0, now_s - self.turned_s)
@@ -79,12 +83,15 @@ class HeartbeatThread:
         self._clock = clock
         self._open_channels = open_channels
         self._ran_s = clock()
-        self._resumed_s = -math.inf  # when the process last went on after it had stood still
+        # When the process last went on after it had stood still.
+        self._resumed_s = -math.inf
         self._stopping = threading.Event()
         self._dialers: list[Dialer[ToRouter, ToNode]] = []
         self._watch = RouterWatch()
         self._channels: Channels
-        self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="heartbeats", daemon=True
+        )
 
     def start(self) -> None:
         """Start the thread. Raises `ConfigError` if an endpoint cannot or must not be dialled."""
@@ -117,7 +124,9 @@ class HeartbeatThread:
         """Return the message that would be sent at `now_s`."""
         signs = self._vitals.signs
         if not signs.is_ready:
-            return Starting(self._node_id, self._epoch, signs.phase, signs.done, signs.total)
+            return Starting(
+                self._node_id, self._epoch, signs.phase, signs.done, signs.total
+            )
         return Heartbeat(
             self._node_id,
             self._epoch,

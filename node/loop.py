@@ -54,7 +54,8 @@ from baton.runtime.log import logger
 
 log = logger("node")
 
-MAX_LAUNCHED = 2  # plans at the executor: one runs, and the next one is ready when it ends
+# Plans at the executor: one runs, and the next one is ready when it ends.
+MAX_LAUNCHED = 2
 MAX_WAIT_S = 0.25
 PROGRESS_S = 10.0  # between two reports of the sequences in progress
 RING_EVENTS = 2_000
@@ -62,7 +63,10 @@ QUARANTINE_SHARE = 0.05
 # The first step may load, map and compile. A router considers a node stuck after eight times this.
 COLD_STEP_S = 15.0
 DRAINING = Failure(
-    "draining", "this node is ending and takes no more requests", retryable=True, http_status=503
+    "draining",
+    "this node is ending and takes no more requests",
+    retryable=True,
+    http_status=503,
 )
 FORECAST_WEIGHT = 0.1  # the share of the newest step if it was quicker than predicted
 
@@ -75,7 +79,8 @@ class StepForecast:
     """
 
     def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}  # by the number of tokens, rounded to powers of two
+        # By the number of tokens, rounded to powers of two.
+        self._seconds: dict[int, float] = {}
 
     def predict(self, plan: StepPlan) -> float:
         size = _size(plan)
@@ -85,7 +90,9 @@ class StepForecast:
         smaller = max((other for other in known if other < size), default=None)
         if smaller is None:
             return max([COLD_STEP_S, *known.values()])
-        return max(known[smaller], min(COLD_STEP_S, known[smaller] * (1 << (size - smaller))))
+        return max(
+            known[smaller], min(COLD_STEP_S, known[smaller] * (1 << (size - smaller)))
+        )
 
     def learn(self, plan: StepPlan, result: StepResult) -> None:
         if not plan.slices:
@@ -93,7 +100,9 @@ class StepForecast:
         took_s = result.ended_s - result.started_s
         size = _size(plan)
         known_s = self._seconds.get(size, took_s)
-        self._seconds[size] = max(took_s, known_s + FORECAST_WEIGHT * (took_s - known_s))
+        self._seconds[size] = max(
+            took_s, known_s + FORECAST_WEIGHT * (took_s - known_s)
+        )
 
 
 def _size(plan: StepPlan) -> int:
@@ -126,7 +135,8 @@ class EngineLoop:
         self._forecast = StepForecast()
         self._launched: deque[StepPlan] = deque()
         self._adapters = AdapterSlots(scheduler, executor)
-        self.crashed_in: StepPlan | None = None  # the step whose error ends this process
+        # The step whose error ends this process.
+        self.crashed_in: StepPlan | None = None
         self._events: list[ConnectorEvent] = []
         self._wake_at_s: float | None = 0.0  # of the connector
         self._wake_s = math.inf
@@ -162,10 +172,14 @@ class EngineLoop:
             self.ring.record(now_s, Turned())
         load = self.scheduler.load()
         if load.quarantined_blocks > QUARANTINE_SHARE * load.total_blocks:
-            raise NodeError(f"{load.quarantined_blocks} KV blocks are quarantined: starting afresh")
+            raise NodeError(
+                f"{load.quarantined_blocks} KV blocks are quarantined: starting afresh"
+            )
         self.observer.turned(load, self.connector.unreachable)
         wake_at_s = (self._wake_at_s, self.scheduler.pool.cache.journal.wake_at_s)
-        self._wake_s = min((at_s for at_s in wake_at_s if at_s is not None), default=math.inf)
+        self._wake_s = min(
+            (at_s for at_s in wake_at_s if at_s is not None), default=math.inf
+        )
         self._is_idle = not (load.num_running or load.num_waiting)
         self.links.wait(min(max(self._wake_s - self._clock(), 0.0), MAX_WAIT_S))
 
@@ -208,7 +222,9 @@ class EngineLoop:
             case _:
                 assert_never(event)
 
-    def _handle_router(self, now_s: float, origin: Origin, message: ToNode | Unreadable) -> None:
+    def _handle_router(
+        self, now_s: float, origin: Origin, message: ToNode | Unreadable
+    ) -> None:
         match message:
             case Unreadable(key=key, failure=failure):
                 self.scheduler.outputs.send(origin, Failed(key, failure))
@@ -278,7 +294,9 @@ class EngineLoop:
             self._forecast.learn(plan, result)
             self.observer.step_settled(plan, result)
             if self._launched:
-                self.observer.step_started(now_s, self._forecast.predict(self._launched[0]))
+                self.observer.step_started(
+                    now_s, self._forecast.predict(self._launched[0])
+                )
 
     def _settled(self, now_s: float) -> StepResult | None:
         """Settle the oldest step if it has ended. Its error is charged to its requests."""
@@ -289,11 +307,15 @@ class EngineLoop:
             self.ring.record(now_s, result)
             plan = self._launched[0]
             if plan.step_id != result.step_id:
-                raise InvariantBroken(f"step {result.step_id} settled before {plan.step_id}")
+                raise InvariantBroken(
+                    f"step {result.step_id} settled before {plan.step_id}"
+                )
             self.scheduler.settle(now_s, plan, result)
         except Exception as error:
             # If a rank was killed from outside, the step that it was computing is not at fault.
-            if self._launched and not (isinstance(error, NodeError) and error.code == RANK_KILLED):
+            if self._launched and not (
+                isinstance(error, NodeError) and error.code == RANK_KILLED
+            ):
                 self.crashed_in = self._launched[0]
             raise
         return result
@@ -302,7 +324,9 @@ class EngineLoop:
         """Run the connector until it and the scheduler have no new events for each other."""
         for rank, port in enumerate(self.executor.ports):
             for event in port.poll():
-                if isinstance(event, ReadEnded) and not self.connector.reads_tier(event.ticket):
+                if isinstance(event, ReadEnded) and not self.connector.reads_tier(
+                    event.ticket
+                ):
                     self.observer.read_ended(rank, event)
                 self.ring.record(now_s, event, rank)
                 self._events.append(FromRank(rank, event))

@@ -43,7 +43,12 @@ from baton.protocol.messages import (
 from baton.runtime.channels.keys import load_keys
 from baton.runtime.channels.listener import Channels
 from baton.runtime.clock import Standstill, boottime
-from baton.runtime.host import devices_for, raise_descriptor_limit, reaches_out, threads_per_rank
+from baton.runtime.host import (
+    devices_for,
+    raise_descriptor_limit,
+    reaches_out,
+    threads_per_rank,
+)
 from baton.runtime.log import logger, setup_process_log
 from baton.runtime.process import Interrupts, die_with_parent
 
@@ -79,7 +84,9 @@ class EngineNode:
         transfer = msgspec.structs.replace(config.transfer, device=device)
         self.config = msgspec.structs.replace(config, transfer=transfer)
         self.role = role
-        self.node_id = NodeId(config.node.id or f"{socket.gethostname()}-{role}-{os.getpid()}")
+        self.node_id = NodeId(
+            config.node.id or f"{socket.gethostname()}-{role}-{os.getpid()}"
+        )
         self.epoch = Epoch(secrets.token_hex(8))
         self._make_scheduler = make_scheduler
         self._make_executor = make_executor
@@ -146,7 +153,9 @@ class EngineNode:
             if folder is not None:
                 folder.close()
 
-    def _start_http(self, standings: Callable[[], tuple[RouterStanding, ...]]) -> "NodeHttp | None":
+    def _start_http(
+        self, standings: Callable[[], tuple[RouterStanding, ...]]
+    ) -> "NodeHttp | None":
         if not self.config.node.http:
             return None
         # A node without HTTP saves the memory and time that importing aiohttp takes.
@@ -154,14 +163,20 @@ class EngineNode:
 
         name = self.config.model.shown_name
         node = (self.node_id, self.role)
-        http = NodeHttp(self._vitals, boottime, node, name, lambda: self._info, standings)
+        http = NodeHttp(
+            self._vitals, boottime, node, name, lambda: self._info, standings
+        )
         http.start(self.config.node.http)
         log.info(f"serving /live, /ready and /metrics on {http.url}")
         return http
 
-    def _serve(self, executor: Executor, sockets: EngineSockets, observer: NodeObserver) -> None:
+    def _serve(
+        self, executor: Executor, sockets: EngineSockets, observer: NodeObserver
+    ) -> None:
         info = self._start(executor, sockets)
-        endpoint = sockets.listen(self.config.node.bind) if self.role == "decode" else ""
+        endpoint = (
+            sockets.listen(self.config.node.bind) if self.role == "decode" else ""
+        )
         node = self._published(info, endpoint)
         pool = BlockPool(
             info.num_blocks,
@@ -199,13 +214,17 @@ class EngineNode:
         self._log_ready(info)
         try:
             self._work(loop, sockets)
-        except (InvariantBroken, AssertionError, LookupError) as broken:  # each of these is a bug
+        # Each of these is a bug.
+        except (InvariantBroken, AssertionError, LookupError) as broken:
             try:
                 path = folder_for_dumps(self.config.log.records)
                 path /= f"{self.node_id}-{self.epoch}.events.jsonl"
                 loop.ring.dump(path)
             except OSError as error:
-                log.error("an invariant broke; its events cannot be kept", reason=error.strerror)
+                log.error(
+                    "an invariant broke; its events cannot be kept",
+                    reason=error.strerror,
+                )
                 raise broken from None
             log.error(
                 "an invariant broke; the events before it, with prompts, are in a private file",
@@ -285,7 +304,9 @@ class EngineNode:
                 # The routers must learn which requests were in the step, to stop one that ends node
                 # after node.
                 keys = tuple(part.key for part in loop.crashed_in.slices)
-                failure = NodeError(f"{self.node_id} ends because of an unexpected error: {error}")
+                failure = NodeError(
+                    f"{self.node_id} ends because of an unexpected error: {error}"
+                )
                 sockets.send_crashed(Crashed(keys, failure.to_failure()))
             raise
 
@@ -301,7 +322,9 @@ class EngineNode:
             self._vitals.note(is_draining=True)
             # The thread may send its next heartbeat too late, after this process has ended.
             load = loop.scheduler.load()
-            sockets.broadcast(Heartbeat(self.node_id, self.epoch, load, is_draining=True))
+            sockets.broadcast(
+                Heartbeat(self.node_id, self.epoch, load, is_draining=True)
+            )
             if not loop.is_idle:
                 log.info("draining: running sequences finish, and new ones are refused")
         if loop.is_idle and loop.has_handed_over:
@@ -309,15 +332,20 @@ class EngineNode:
         if now_s < self._drain_by_s:
             return False
         left = loop.scheduler.load()
-        if left.num_running or left.num_waiting:  # else only the last step has not ended
-            log.warning("not drained in time: the remaining sequences go on at other nodes")
+        # Else only the last step has not ended.
+        if left.num_running or left.num_waiting:
+            log.warning(
+                "not drained in time: the remaining sequences go on at other nodes"
+            )
         return True
 
     def _start(self, executor: Executor, sockets: EngineSockets) -> ExecutorInfo:
         """Load. End the process if its start hangs or a router refuses it."""
         seen = [("", 0, 0)]
         ended = threading.Event()
-        watchdog = threading.Thread(target=self._watch_start, args=(seen, ended), daemon=True)
+        watchdog = threading.Thread(
+            target=self._watch_start, args=(seen, ended), daemon=True
+        )
         watchdog.start()
 
         def progress(phase: str, done: int, total: int) -> None:
@@ -330,7 +358,9 @@ class EngineNode:
         finally:
             ended.set()
 
-    def _watch_start(self, seen: list[tuple[str, int, int]], ended: threading.Event) -> None:
+    def _watch_start(
+        self, seen: list[tuple[str, int, int]], ended: threading.Event
+    ) -> None:
         seconds = self.config.node.start_timeout_s
         standstill = Standstill(seconds)
         while not ended.wait(min(seconds, START_WATCH_S)):

@@ -66,7 +66,9 @@ class NodeHttp:
         host, _, port = address.rpartition(":")
         host = host.strip("[]")
         if not host or not port.isdecimal() or int(port) > 65535:
-            raise ConfigError(f"node.http is {address!r}: write host:port, such as 127.0.0.1:9100")
+            raise ConfigError(
+                f"node.http is {address!r}: write host:port, such as 127.0.0.1:9100"
+            )
         is_any = host == "*" and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if ":" in host or is_any else socket.AF_INET
         bound = "" if host == "*" else host
@@ -75,7 +77,9 @@ class NodeHttp:
                 (bound, int(port)), family=family, dualstack_ipv6=is_any
             )
         except OSError as error:
-            raise ConfigError(f"cannot serve node.http on {address}: {error.strerror}") from error
+            raise ConfigError(
+                f"cannot serve node.http on {address}: {error.strerror}"
+            ) from error
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{listener.getsockname()[1]}"
         self._thread = threading.Thread(
@@ -86,7 +90,11 @@ class NodeHttp:
 
     def stop(self) -> None:
         """Close the port. It may be called twice, and without `start`."""
-        if self._loop is not None and self._ending is not None and not self._loop.is_closed():
+        if (
+            self._loop is not None
+            and self._ending is not None
+            and not self._loop.is_closed()
+        ):
             self._loop.call_soon_threadsafe(self._ending.set)
         if self._thread is not None:
             self._thread.join(STOP_S)
@@ -145,7 +153,10 @@ class NodeHttp:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         page = Page({"model_name": self._model_name})
-        routers = {(*self._node, one.router): one.state == "in service" for one in self._routers()}
+        routers = {
+            (*self._node, one.router): one.state == "in service"
+            for one in self._routers()
+        }
         add_nodes(page, [self._health()], in_service=routers)
         return web.Response(body=page.text(), headers={"Content-Type": CONTENT_TYPE})
 
@@ -154,7 +165,11 @@ class NodeHttp:
         return NodeHealth(
             node_id,
             role,
-            "draining" if signs.is_draining else "ready" if signs.is_ready else "starting",
+            "draining"
+            if signs.is_draining
+            else "ready"
+            if signs.is_ready
+            else "starting",
             load=signs.load,
             totals=self._vitals.totals(),
             step_age_s=signs.step_age_s(self._clock()),
@@ -177,6 +192,10 @@ def _bounded(server: web.Server) -> Callable[[], web.RequestHandler]:
 def _json(
     status: str, code: int, routers: tuple[RouterStanding, ...] | None = None
 ) -> web.Response:
-    document = {"status": status} if routers is None else {"status": status, "routers": routers}
+    document = (
+        {"status": status}
+        if routers is None
+        else {"status": status, "routers": routers}
+    )
     body = msgspec.json.encode(document)
     return web.Response(body=body, status=code, content_type="application/json")

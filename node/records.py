@@ -94,7 +94,11 @@ class NodeObserver:
     """
 
     def __init__(
-        self, vitals: Vitals, node_id: NodeId, settings: LogConfig, clock: Clock = boottime
+        self,
+        vitals: Vitals,
+        node_id: NodeId,
+        settings: LogConfig,
+        clock: Clock = boottime,
     ) -> None:
         self.counters = Counters()
         self._vitals = vitals
@@ -123,14 +127,19 @@ class NodeObserver:
         counters.steps += 1
         counters.steps_s += result.ended_s - result.started_s
         sampled = zip(plan.slices, result.tokens, strict=True)
-        counters.output_tokens += sum(len(part.kept(tokens)) for part, tokens in sampled)
+        counters.output_tokens += sum(
+            len(part.kept(tokens)) for part, tokens in sampled
+        )
         num_prompt_tokens = sum(
             max(0, min(part.start + part.length, part.num_prompt_tokens) - part.start)
             for part in plan.slices
         )
         counters.prompt_tokens += num_prompt_tokens
         if self._file is not None:
-            slices = [SliceRecord(p.key, p.start, p.length, len(p.samples)) for p in plan.slices]
+            slices = [
+                SliceRecord(p.key, p.start, p.length, len(p.samples))
+                for p in plan.slices
+            ]
             times = result.started_s, result.ended_s
             self._write(StepRecord(plan.step_id, *times, num_prompt_tokens, slices))
 
@@ -153,7 +162,10 @@ class NodeObserver:
         if isinstance(report, BlocksSaved):
             self._saved(report)
             return
-        if not isinstance(report, Released | OfferBroken | ReceiveEnded) or report.failure is None:
+        if (
+            not isinstance(report, Released | OfferBroken | ReceiveEnded)
+            or report.failure is None
+        ):
             return
         failure = report.failure
         key = report.key
@@ -176,7 +188,9 @@ class NodeObserver:
     def _saved(self, report: BlocksSaved) -> None:
         failure = report.failure
         if failure is not None and not self._cannot_save:
-            log.warning("cached blocks are lost when they are evicted", reason=failure.message)
+            log.warning(
+                "cached blocks are lost when they are evicted", reason=failure.message
+            )
         self._cannot_save = failure is not None
 
     def turned(self, load: Load, unreachable: tuple[NodeId, ...]) -> None:
@@ -197,7 +211,10 @@ class NodeObserver:
             self._file.write(self._encoder.encode(record) + b"\n")
         except OSError as error:
             if not self._is_failing:
-                log.error("records are lost: their file cannot be written", reason=error.strerror)
+                log.error(
+                    "records are lost: their file cannot be written",
+                    reason=error.strerror,
+                )
             self._is_failing = True
         else:
             self._is_failing = False
@@ -205,7 +222,9 @@ class NodeObserver:
     def _log_stats(self, load: Load) -> None:
         c = self.counters
         now = (c.prompt_tokens, c.output_tokens, c.read_bytes)
-        prompt, output, num_bytes = (new - old for new, old in zip(now, self._last, strict=True))
+        prompt, output, num_bytes = (
+            new - old for new, old in zip(now, self._last, strict=True)
+        )
         self._last = now
         if not (prompt or output or num_bytes or load.num_running or load.num_waiting):
             return
@@ -268,7 +287,9 @@ class EventRing:
         if isinstance(event, StepResult) and (
             event.logprobs or event.prompt_logprobs or event.pooled
         ):
-            event = msgspec.structs.replace(event, logprobs=(), prompt_logprobs=(), pooled=())
+            event = msgspec.structs.replace(
+                event, logprobs=(), prompt_logprobs=(), pooled=()
+            )
         events = self._events
         events.append(_Line(self._turn, now_s, rank, type(event).__name__, event))
         self._num_tokens += _num_tokens(event)

@@ -45,7 +45,9 @@ class RouterWatch:
             return
         wait_s = min(wait_s * 4, LONGEST_S)
         self._absent[router.endpoint] = (now_s + wait_s, wait_s)
-        reason = "nothing answers there" if router.is_resolved else "name does not resolve"
+        reason = (
+            "nothing answers there" if router.is_resolved else "name does not resolve"
+        )
         log.warning(f"waiting for router {router.endpoint}: {reason}")
 
 
@@ -53,7 +55,9 @@ class RouterWatch:
 # A single one may fail because a router ends.
 REFUSALS_TO_LOG = 3
 
-RegistrationState = Literal["absent", "joining", "in service", "out of service", "refused"]
+RegistrationState = Literal[
+    "absent", "joining", "in service", "out of service", "refused"
+]
 
 
 class RouterStanding(msgspec.Struct, frozen=True):
@@ -148,7 +152,9 @@ class RouterChannel:
                 )
             self._ask_at_s = self._clock() + self._backoff.after(0.0)
         elif isinstance(message, Peers):
-            state: RegistrationState = "out of service" if message.out_of_service else "in service"
+            state: RegistrationState = (
+                "out of service" if message.out_of_service else "in service"
+            )
             self._answer = RouterStanding(router, state, message.out_of_service)
             self._ask_at_s = math.inf
             if self._backoff is not None:

@@ -9,7 +9,14 @@ from typing import assert_never
 
 import msgspec
 
-from baton.kv_transfer.interfaces import DialPeer, DropPeer, FromPeer, PeerLost, PeerName, ToPeer
+from baton.kv_transfer.interfaces import (
+    DialPeer,
+    DropPeer,
+    FromPeer,
+    PeerLost,
+    PeerName,
+    ToPeer,
+)
 from baton.node.router_channel import RouterChannel, RouterStanding
 from baton.node.scheduling.outputs import Origin
 from baton.protocol.codec import (
@@ -258,7 +265,9 @@ class EngineSockets:
             events.append(PeerLost(*known.peer))
 
 
-def _has_answered(router: Dialer[ToRouter, ToNode | Unreadable], crashed: Crashed) -> bool:
+def _has_answered(
+    router: Dialer[ToRouter, ToNode | Unreadable], crashed: Crashed
+) -> bool:
     while (message := router.receive()) is not None:
         if isinstance(message, Disconnected):
             return True  # the router is gone

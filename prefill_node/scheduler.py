@@ -68,9 +68,13 @@ class PrefillScheduler:
         request = self.requests.take_in(now_s, origin, message, Prefill)
         if request is None:
             return
-        num_needed = self.pool.blocks_for(request.prompt.num_tokens) + self.pool.state_blocks
+        num_needed = (
+            self.pool.blocks_for(request.prompt.num_tokens) + self.pool.state_blocks
+        )
         if num_needed > self.pool.num_blocks:
-            never = RequestError("the prompt can never fit this node's KV pool", param="prompt")
+            never = RequestError(
+                "the prompt can never fit this node's KV pool", param="prompt"
+            )
             self.outputs.send(origin, Failed(message.key, never.to_failure()))
             return
         self.requests.add(request)
@@ -103,7 +107,13 @@ class PrefillScheduler:
                 self.requests.prefixes.refuse(report)  # the key is that of a prompt
             case PrefixWanted():
                 self.requests.prefixes.wanted(report)
-            case Offered() | KVReceived() | ReceiveBroken() | ReceiveEnded() | BlocksDrained():
+            case (
+                Offered()
+                | KVReceived()
+                | ReceiveBroken()
+                | ReceiveEnded()
+                | BlocksDrained()
+            ):
                 self.requests.on_report(now_s, report)
             case TierOpened() | BlocksCopied() | BlocksSaved():
                 self.requests.on_report(now_s, report)
@@ -137,7 +147,9 @@ class PrefillScheduler:
         logprobs = dict(result.logprobs)
         prompt_logprobs = dict(result.prompt_logprobs)
         pooled = dict(result.pooled)
-        for index, (done, tokens) in enumerate(zip(plan.slices, result.tokens, strict=True)):
+        for index, (done, tokens) in enumerate(
+            zip(plan.slices, result.tokens, strict=True)
+        ):
             request = self.requests.settle_chunk(
                 done, tokens, failed.get(index), prompt_logprobs.get(index)
             )
@@ -145,7 +157,9 @@ class PrefillScheduler:
                 continue
             self._announce(request)
             if index in pooled:
-                request.pooled = pooled_with(request.pooled, done.pooling, pooled[index])
+                request.pooled = pooled_with(
+                    request.pooled, done.pooling, pooled[index]
+                )
             if request.is_pooled:
                 self._send_pooled(now_s, request)
             elif tokens:
@@ -171,11 +185,15 @@ class PrefillScheduler:
         that those are here in time.
         """
         budget = self.limits.max_num_batched_tokens
-        ready = [request for request in self.requests.admitted.values() if request.is_ready]
+        ready = [
+            request for request in self.requests.admitted.values() if request.is_ready
+        ]
         tokens = sum(request.prompt.num_unplanned_tokens for request in ready)
         for request in list(self.requests.line):
             is_early = tokens >= budget
-            if is_early and (tokens >= 2 * budget or not self.requests.reads.are_likely(request)):
+            if is_early and (
+                tokens >= 2 * budget or not self.requests.reads.are_likely(request)
+            ):
                 break
             if not self._admit(now_s, request):
                 break
@@ -192,7 +210,9 @@ class PrefillScheduler:
         prompt = request.prompt
         if request.peer is not None:
             request.has_handoff = True
-            offer = Offer(request.key, request.peer, prompt.num_tokens, len(prompt.blocks))
+            offer = Offer(
+                request.key, request.peer, prompt.num_tokens, len(prompt.blocks)
+            )
             self.outputs.to_connector.append(offer)
             self._announce(request)
         num_cached = request.num_cached_tokens // self.pool.block_size
@@ -215,22 +235,32 @@ class PrefillScheduler:
             return
         blocks = tuple(prompt.blocks[first:end])
         request.num_announced_blocks = end
-        block_range = BlockRange(request.key, first, blocks, self.pool.generations_of(blocks))
+        block_range = BlockRange(
+            request.key, first, blocks, self.pool.generations_of(blocks)
+        )
         self.outputs.to_connector.append(block_range)
 
     def _send_pooled(self, now_s: float, request: Request) -> None:
         pooling = request.sampling.pooling
         numbers = pooled_numbers(request.pooled, pooling, request.prompt.num_tokens)
-        self.outputs.send(request.origin, Pooled(request.key, numbers, request.times(now_s)))
+        self.outputs.send(
+            request.origin, Pooled(request.key, numbers, request.times(now_s))
+        )
         self.requests.end(request, None)
 
-    def _complete(self, now_s: float, request: Request, tokens: tuple[FirstToken, ...]) -> None:
+    def _complete(
+        self, now_s: float, request: Request, tokens: tuple[FirstToken, ...]
+    ) -> None:
         times = request.times(now_s)
         num_tokens = request.prompt.num_tokens
-        self.outputs.send(request.origin, FirstTokens(request.key, num_tokens, tokens, times))
+        self.outputs.send(
+            request.origin, FirstTokens(request.key, num_tokens, tokens, times)
+        )
         if request.has_handoff:
             del self.requests.admitted[request.key]
-            self.outputs.to_connector.append(End(request.key, tokens, request.num_cached_tokens))
+            self.outputs.to_connector.append(
+                End(request.key, tokens, request.num_cached_tokens)
+            )
         else:
             self.requests.end(request, None)
 

@@ -14,7 +14,8 @@ from baton.protocol.ids import Count
 
 MAX_NAME = 256
 MAX_PATH = 4096
-MAX_ENTRIES = 1024  # names that were ever loaded, of which the oldest removed ones are forgotten
+# Names that were ever loaded, of which the oldest removed ones are forgotten.
+MAX_ENTRIES = 1024
 SEPARATOR = "="  # no name of an adapter has it
 
 
@@ -23,7 +24,8 @@ class AdapterEntry(msgspec.Struct, frozen=True, array_like=True):
 
     name: Annotated[str, Meta(max_length=MAX_NAME)]
     number: Count  # of the change; a router counts on from the greatest that it knows
-    router: Annotated[str, Meta(max_length=64)]  # the epoch of the router that made the change
+    # The epoch of the router that made the change.
+    router: Annotated[str, Meta(max_length=64)]
     path: Annotated[str, Meta(max_length=MAX_PATH)] = ""  # empty: it was removed
     digest: Annotated[str, Meta(max_length=64)] = ""  # of its files, in hex
 

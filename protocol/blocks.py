@@ -20,7 +20,8 @@ BlockKey = int
 KEY_BYTES = 8
 # Fewer tokens of a prefix are computed: asking another node for them takes about as long.
 MIN_READ_TOKENS = 64
-ROOT_HASH: BlockHash = hashlib.blake2b(digest_size=HASH_BYTES).digest()  # before the first block
+# Before the first block.
+ROOT_HASH: BlockHash = hashlib.blake2b(digest_size=HASH_BYTES).digest()
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
@@ -46,7 +47,11 @@ def blocks_needed(
 
 
 def tokens_held(
-    num_blocks: int, block_size: int, num_tokens: int, num_choices: int, state_blocks: int = 0
+    num_blocks: int,
+    block_size: int,
+    num_tokens: int,
+    num_choices: int,
+    state_blocks: int = 0,
 ) -> int:
     """Return how many tokens each choice can add to `num_tokens` in a pool of `num_blocks`.
 
@@ -74,7 +79,9 @@ def block_hashes(
     tokens = array("q", token_ids[first : first + num_blocks * block_size]).tobytes()
     last = hashes[-1] if hashes else root or ROOT_HASH
     for start in range(0, len(tokens), size):
-        last = hashlib.blake2b(last + tokens[start : start + size], digest_size=HASH_BYTES).digest()
+        last = hashlib.blake2b(
+            last + tokens[start : start + size], digest_size=HASH_BYTES
+        ).digest()
         hashes.append(last)
     return hashes
 
@@ -83,7 +90,10 @@ def state_hashes(block_hash: BlockHash, num_blocks: int) -> list[BlockHash]:
     """Return the hashes of the blocks that hold the state after the prefix of `block_hash`."""
     return [
         hashlib.blake2b(
-            number.to_bytes(4, "big"), key=block_hash, person=b"state", digest_size=HASH_BYTES
+            number.to_bytes(4, "big"),
+            key=block_hash,
+            person=b"state",
+            digest_size=HASH_BYTES,
         ).digest()
         for number in range(num_blocks)
     ]

@@ -33,7 +33,9 @@ class Codec(Generic[T]):
     def decode(self, data: bytes | memoryview) -> T:
         """Return the message. Raises `MalformedMessage` unless `data` is one of the union."""
         if len(data) > MAX_MESSAGE_BYTES:
-            raise MalformedMessage(f"message of {len(data)} bytes exceeds {MAX_MESSAGE_BYTES}")
+            raise MalformedMessage(
+                f"message of {len(data)} bytes exceeds {MAX_MESSAGE_BYTES}"
+            )
         try:
             return self._decoder.decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

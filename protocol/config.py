@@ -111,7 +111,8 @@ ReasoningParser = Literal[
 ]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
-DEFAULT_CONTROL = "tcp://127.0.0.1:5570"  # where a router listens for nodes, and where nodes dial
+# Where a router listens for nodes, and where nodes dial.
+DEFAULT_CONTROL = "tcp://127.0.0.1:5570"
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -131,14 +132,18 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = ""
     chat_template: Annotated[
-        str, about("file with a chat template that replaces the model's own", kind="path")
+        str,
+        about("file with a chat template that replaces the model's own", kind="path"),
     ] = ""
     generation_config: Annotated[
         Literal["auto", "none"],
-        about("sampling defaults; auto takes those of generation_config.json, none the API's"),
+        about(
+            "sampling defaults; auto takes those of generation_config.json, none the API's"
+        ),
     ] = "auto"
     dtype: Annotated[
-        Dtype, about("number type of weights and KV blocks; auto takes the checkpoint's")
+        Dtype,
+        about("number type of weights and KV blocks; auto takes the checkpoint's"),
     ] = "auto"
     model_impl: Annotated[
         ModelImpl,
@@ -156,11 +161,18 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = "auto"
     max_model_len: Annotated[
-        int, about("longest prompt and output together; 0 takes the model's limit", "tokens", ge=0)
+        int,
+        about(
+            "longest prompt and output together; 0 takes the model's limit",
+            "tokens",
+            ge=0,
+        ),
     ] = 0
     lora_modules: Annotated[
         tuple[str, ...],
-        about("LoRA adapters, each as name=folder; a request chooses one by its name as the model"),
+        about(
+            "LoRA adapters, each as name=folder; a request chooses one by its name as the model"
+        ),
     ] = ()
     allow_runtime_lora_updating: Annotated[
         bool,
@@ -173,7 +185,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int, about("most adapters that are loaded at run time at once", ge=1, le=1024)
     ] = 4
     max_lora_rank: Annotated[
-        int, about("greatest rank of an adapter that is loaded at run time", ge=1, le=512)
+        int,
+        about("greatest rank of an adapter that is loaded at run time", ge=1, le=512),
     ] = 16
 
     @property
@@ -209,10 +222,14 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = 0.0
     shared_by: Annotated[
-        int, about("nodes that share this host's memory for their pools; `serve` sets it", ge=1)
+        int,
+        about(
+            "nodes that share this host's memory for their pools; `serve` sets it", ge=1
+        ),
     ] = 1
     gpu_shared_by: Annotated[
-        int, about("nodes that share this node's GPU and its memory; `serve` sets it", ge=1)
+        int,
+        about("nodes that share this node's GPU and its memory; `serve` sets it", ge=1),
     ] = 1
     num_blocks: Annotated[
         int,
@@ -252,27 +269,37 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = ""
     folder_size: Annotated[
-        float, about("most bytes of one node, all ranks together, in cache.folder", "GiB", gt=0)
+        float,
+        about(
+            "most bytes of one node, all ranks together, in cache.folder", "GiB", gt=0
+        ),
     ] = 16.0
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    device: Annotated[Device, about("device to compute on; auto takes a GPU when there is one")] = (
-        "auto"
-    )
+    device: Annotated[
+        Device, about("device to compute on; auto takes a GPU when there is one")
+    ] = "auto"
     tensor_parallel_size: Annotated[
         int, about("number of ranks over which one node splits the model", ge=1)
     ] = 1
     shared_cpus: Annotated[
         str,
-        about("file through which nodes of one host lend idle CPUs; `serve` sets it", kind="path"),
+        about(
+            "file through which nodes of one host lend idle CPUs; `serve` sets it",
+            kind="path",
+        ),
     ] = ""
     threads: Annotated[
         int,
-        about("CPU threads of a rank; 0 divides the CPUs among the nodes and their ranks", ge=0),
+        about(
+            "CPU threads of a rank; 0 divides the CPUs among the nodes and their ranks",
+            ge=0,
+        ),
     ] = 0
     kernels: Annotated[
-        KernelChoice, about("kernels on CPUs; auto compiles them where that is possible")
+        KernelChoice,
+        about("kernels on CPUs; auto compiles them where that is possible"),
     ] = "auto"
     kv_cache_dtype: Annotated[
         KVCacheDtype,
@@ -296,10 +323,16 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = "all"
     max_num_seqs: Annotated[
-        int, about("most sequences in one step; 0 takes 64 on CPUs and 256 on GPUs", ge=0)
+        int,
+        about("most sequences in one step; 0 takes 64 on CPUs and 256 on GPUs", ge=0),
     ] = 0
     max_num_batched_tokens: Annotated[
-        int, about("most tokens in one step; 0 takes 512 on CPUs and 2048 on GPUs", "tokens", ge=0)
+        int,
+        about(
+            "most tokens in one step; 0 takes 512 on CPUs and 2048 on GPUs",
+            "tokens",
+            ge=0,
+        ),
     ] = 0
     scheduling_policy: Annotated[
         SchedulingPolicy,
@@ -345,11 +378,13 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: Annotated[
         str,
-        about("address to which the HTTP server binds; 0.0.0.0 is all of IPv4, :: also of IPv6"),
+        about(
+            "address to which the HTTP server binds; 0.0.0.0 is all of IPv4, :: also of IPv6"
+        ),
     ] = "127.0.0.1"
-    port: Annotated[int, about("port of the HTTP server; 0 picks a free one", ge=0, le=65535)] = (
-        8000
-    )
+    port: Annotated[
+        int, about("port of the HTTP server; 0 picks a free one", ge=0, le=65535)
+    ] = 8000
     uds: Annotated[
         str,
         about(
@@ -389,7 +424,8 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str,
         Meta(
             max_length=128,
-            pattern="^[!-.0-~]+$",  # ASCII without spaces and slashes, as the ids of nodes
+            # ASCII without spaces and slashes, as the ids of nodes.
+            pattern="^[!-.0-~]+$",
             description="name of this router in /health, /metrics and the log",
         ),
     ] = "router"
@@ -401,20 +437,31 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = None
     max_queued: Annotated[
-        int, about("most requests that wait for a node; a further one gets status 429", ge=0)
+        int,
+        about(
+            "most requests that wait for a node; a further one gets status 429", ge=0
+        ),
     ] = 1024
     max_queued_s: Annotated[
-        float, about("how long a request may wait for a node before it gets status 503", "s", gt=0)
+        float,
+        about(
+            "how long a request may wait for a node before it gets status 503",
+            "s",
+            gt=0,
+        ),
     ] = 30.0
     max_inflight: Annotated[
         int, about("largest number of requests that the nodes work on at once", ge=1)
     ] = 1024
     routing: Annotated[
-        Routing, about("choose nodes by their load, or also by what their prefix caches hold")
+        Routing,
+        about("choose nodes by their load, or also by what their prefix caches hold"),
     ] = "cache-aware"
     local_prefill: Annotated[
         LocalPrefill,
-        about("whether decode nodes compute prompts; auto lets them if few tokens are not cached"),
+        about(
+            "whether decode nodes compute prompts; auto lets them if few tokens are not cached"
+        ),
     ] = "auto"
     local_prefill_tokens: Annotated[
         int,
@@ -427,7 +474,11 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 32
     shutdown_timeout_s: Annotated[
         float,
-        about("how long a router that gets SIGTERM may take to finish its requests", "s", ge=0),
+        about(
+            "how long a router that gets SIGTERM may take to finish its requests",
+            "s",
+            ge=0,
+        ),
     ] = 30.0
     heartbeat_timeout_s: Annotated[
         float,
@@ -439,22 +490,39 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = 3.5
     max_attempts: Annotated[
-        int, about("a request fails after this many attempts in a row that brought no token", ge=1)
+        int,
+        about(
+            "a request fails after this many attempts in a row that brought no token",
+            ge=1,
+        ),
     ] = 3
     max_body_mib: Annotated[
         int,
-        about("largest body of a request, or less if the longest prompt needs less", "MiB", ge=1),
+        about(
+            "largest body of a request, or less if the longest prompt needs less",
+            "MiB",
+            ge=1,
+        ),
     ] = 16
     max_connections: Annotated[
-        int, about("most client connections, or fewer if the process may open few files", ge=1)
+        int,
+        about(
+            "most client connections, or fewer if the process may open few files", ge=1
+        ),
     ] = 16384
     idle_s: Annotated[
         float,
-        about("how long a connection may stay open without a complete request", "s", gt=0),
+        about(
+            "how long a connection may stay open without a complete request", "s", gt=0
+        ),
     ] = 75.0
     unread_s: Annotated[
         float,
-        about("how long a client may leave its response unread before it is cut off", "s", gt=0),
+        about(
+            "how long a client may leave its response unread before it is cut off",
+            "s",
+            gt=0,
+        ),
     ] = 30.0
     tool_call_parser: Annotated[
         ToolCallParser,
@@ -488,13 +556,15 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ssl_certfile: Annotated[
         str,
         about(
-            "PEM file of the certificate chain; with it, the router speaks only https", kind="path"
+            "PEM file of the certificate chain; with it, the router speaks only https",
+            kind="path",
         ),
     ] = ""
     ssl_keyfile: Annotated[
         str,
         about(
-            "PEM file with its private key; empty takes it from router.ssl_certfile", kind="path"
+            "PEM file with its private key; empty takes it from router.ssl_certfile",
+            kind="path",
         ),
     ] = ""
     page: Annotated[
@@ -505,7 +575,10 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = True
     otlp_traces_endpoint: Annotated[
-        str, about("URL to which traces of requests go (needs the extra otel); empty sends none")
+        str,
+        about(
+            "URL to which traces of requests go (needs the extra otel); empty sends none"
+        ),
     ] = ""
     allowed_origins: Annotated[
         tuple[str, ...],
@@ -553,11 +626,18 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tuple[str, ...], about("control endpoints of the routers that the node dials")
     ] = (DEFAULT_CONTROL,)
     bind: Annotated[
-        str, about("address that peer nodes dial, as tcp://host (a free port) or ipc://path")
+        str,
+        about(
+            "address that peer nodes dial, as tcp://host (a free port) or ipc://path"
+        ),
     ] = "tcp://127.0.0.1"
     shutdown_timeout_s: Annotated[
         float,
-        about("how long a node that is told to end may take to finish its sequences", "s", ge=0),
+        about(
+            "how long a node that is told to end may take to finish its sequences",
+            "s",
+            ge=0,
+        ),
     ] = 30.0
     hand_over_timeout_s: Annotated[
         float,
@@ -577,20 +657,33 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = ""
     start_timeout_s: Annotated[
-        float, about("how long the start of a node may make no progress; then it exits", "s", gt=0)
+        float,
+        about(
+            "how long the start of a node may make no progress; then it exits",
+            "s",
+            gt=0,
+        ),
     ] = 120.0
 
 
 class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transport: Annotated[
         TransportChoice,
-        about("how KV blocks travel; auto takes shm or cuda_ipc within a host, and nixl between"),
+        about(
+            "how KV blocks travel; auto takes shm or cuda_ipc within a host, and nixl between"
+        ),
     ] = "auto"
     lease_s: Annotated[
-        float, about("how long prefill holds blocks for a decode node that is silent", "s", gt=0)
+        float,
+        about(
+            "how long prefill holds blocks for a decode node that is silent", "s", gt=0
+        ),
     ] = 30.0
     verify_kv: Annotated[
-        bool, about("verify a checksum of every KV block that is read; the same on all nodes")
+        bool,
+        about(
+            "verify a checksum of every KV block that is read; the same on all nodes"
+        ),
     ] = False
     device: Annotated[
         str,
@@ -602,9 +695,13 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    level: Annotated[LogLevel, about("least severe level of messages that are logged")] = "info"
+    level: Annotated[
+        LogLevel, about("least severe level of messages that are logged")
+    ] = "info"
     json: Annotated[bool, about("log one JSON object per line")] = False
-    access: Annotated[bool, about("log a line for every HTTP request once it is answered")] = False
+    access: Annotated[
+        bool, about("log a line for every HTTP request once it is answered")
+    ] = False
     slow_s: Annotated[
         float,
         about(
@@ -616,13 +713,18 @@ class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 0.0
     stats_s: Annotated[
         float,
-        about("interval between two lines of statistics in the log; 0 turns them off", "s", ge=0),
+        about(
+            "interval between two lines of statistics in the log; 0 turns them off",
+            "s",
+            ge=0,
+        ),
     ] = 10.0
     prompts: Annotated[bool, about("log prompts, each cut to 200 characters")] = False
     records: Annotated[
         str,
         about(
-            "folder for each node's records of steps and transfers; empty writes none", kind="path"
+            "folder for each node's records of steps and transfers; empty writes none",
+            kind="path",
         ),
     ] = ""
 
@@ -630,17 +732,22 @@ class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class KeysConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     file: Annotated[
         str,
-        about("file made by `baton keygen`, the same on all hosts; listeners use its first key"),
+        about(
+            "file made by `baton keygen`, the same on all hosts; listeners use its first key"
+        ),
     ] = ""
     insecure: Annotated[
-        bool, about("talk to other hosts without a key, for private control networks only")
+        bool,
+        about("talk to other hosts without a key, for private control networks only"),
     ] = False
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All settings of all processes of a cluster."""
 
-    prefill: Annotated[int, about("number of prefill nodes that `serve` starts", ge=0)] = 1
+    prefill: Annotated[
+        int, about("number of prefill nodes that `serve` starts", ge=0)
+    ] = 1
     decode: Annotated[
         int,
         about(
@@ -649,7 +756,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = 1
     router_processes: Annotated[
-        int, about("number of router processes that `serve` starts; they share the port", ge=1)
+        int,
+        about(
+            "number of router processes that `serve` starts; they share the port", ge=1
+        ),
     ] = 1
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()

@@ -16,12 +16,14 @@ MAX_BLOCKS = 1 << 24  # in one pool: a reader lists all blocks of a peer's pool
 MAX_BYTES = 1 << 62
 MAX_KEYS = 4096  # in one message about blocks that were cached or given up
 
-Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]  # tokens, positions, token ids, sequences
+# Tokens, positions, token ids, sequences.
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Generation = Annotated[int, Meta(ge=0, le=MAX_GENERATION)]
 BlockCount = Annotated[int, Meta(ge=0, le=MAX_BLOCKS)]
 BlockId = Annotated[int, Meta(ge=0, lt=MAX_BLOCKS)]
 Checksum = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
-Total = Annotated[int, Meta(ge=0, le=MAX_BYTES)]  # a count over the whole life of a process
+# A count over the whole life of a process.
+Total = Annotated[int, Meta(ge=0, le=MAX_BYTES)]
 NumBytes = Annotated[int, Meta(ge=0, le=MAX_BYTES)]
 Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 HttpStatus = Annotated[int, Meta(ge=100, le=599)]

@@ -39,7 +39,8 @@ NOT_CACHED = "not_cached"
 # The features of nodes that lend cached blocks to those that compute equal bits, or to any.
 PREFIX_READS = "prefix_reads"
 ANY_PREFIX_READS = "any_prefix_reads"
-PREFETCHES = "prefetches"  # of nodes that take `Prefetch` and let others read what they leave
+# Of nodes that take `Prefetch` and let others read what they leave.
+PREFETCHES = "prefetches"
 
 
 PackedHashes = Annotated[bytes, Meta(max_length=MAX_KEYS * HASH_BYTES)]
@@ -139,7 +140,8 @@ class Peers(Message, frozen=True):
     """All ready nodes of the other role, sent each time the set changes."""
 
     nodes: tuple[NodeInfo, ...]
-    out_of_service: str = ""  # why this router gives the receiver no work; empty if it does
+    # Why this router gives the receiver no work; empty if it does.
+    out_of_service: str = ""
 
 
 class Prefill(Message, frozen=True):
@@ -332,11 +334,13 @@ class Totals(msgspec.Struct, frozen=True, array_like=True):
     corrupt_reads: Total = 0  # reads in which a block had other bytes than were sent
     spec_decode_draft_tokens: Total = 0  # guessed by speculative decoding
     spec_decode_accepted_tokens: Total = 0  # guessed right
-    prefix_read_tokens: Total = 0  # of prompts, read from other nodes instead of computed
+    # Of prompts, read from other nodes instead of computed.
+    prefix_read_tokens: Total = 0
     failed_prefix_reads: Total = 0  # whose prompts were computed
     memory_hit_tokens: Total = 0  # of prompts, read from a tier of the node
     folder_hit_tokens: Total = 0
-    prefetched_tokens: Total = 0  # read from other nodes without a prompt that needs them
+    # Read from other nodes without a prompt that needs them.
+    prefetched_tokens: Total = 0
 
 
 class Heartbeat(Message, frozen=True):
@@ -349,7 +353,8 @@ class Heartbeat(Message, frozen=True):
     predicted_s: float = 0.0
     # Since the engine loop, which never computes, last had nothing left to do.
     loop_age_s: float = 0.0
-    is_draining: bool = False  # the node takes no new requests and ends when it has none
+    # The node takes no new requests and ends when it has none.
+    is_draining: bool = False
     totals: Totals = Totals()
     unreachable: tuple[NodeId, ...] = ()  # decode nodes to which its channel broke
 
@@ -388,8 +393,10 @@ class StageTimes(msgspec.Struct, frozen=True, omit_defaults=True):
     decode_queue_s: float = 0.0
     first_step_s: float = 0.0
     transfer_bytes: NumBytes = 0
-    num_cached_tokens: Count = 0  # where the prompt was computed; decode repeats what prefill said
-    num_read_tokens: Count = 0  # of those, tokens whose blocks a tier or another node had
+    # Where the prompt was computed; decode repeats what prefill said.
+    num_cached_tokens: Count = 0
+    # Of those, tokens whose blocks a tier or another node had.
+    num_read_tokens: Count = 0
     prefix_read_s: float = 0.0
 
 

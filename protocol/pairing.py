@@ -48,7 +48,11 @@ def degrees_problem(num_prefill: int, num_decode: int) -> str | None:
 
 
 def transport_problem(prefill: NodeInfo, decode: NodeInfo) -> str | None:
-    if not prefill.reaches or not decode.reaches or {*prefill.reaches} & {*decode.reaches}:
+    if (
+        not prefill.reaches
+        or not decode.reaches
+        or {*prefill.reaches} & {*decode.reaches}
+    ):
         return None
     return (
         f"no common transport: {prefill.node_id} has {', '.join(prefill.reaches)}, "

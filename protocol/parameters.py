@@ -93,7 +93,9 @@ def flag(name: str, value: object) -> bool:
 
 
 def texts(name: str, values: object) -> list[str]:
-    if isinstance(values, list | tuple) and all(isinstance(value, str) for value in values):
+    if isinstance(values, list | tuple) and all(
+        isinstance(value, str) for value in values
+    ):
         return list(values)
     raise wrong(name, "a string or a list of strings", values)
 
@@ -103,7 +105,9 @@ def text_or_texts(name: str, value: object) -> str | list[str]:
 
 
 def wrong(name: str, wanted: str, value: object) -> RequestError:
-    return RequestError(f"{name} must be {wanted}, not {reprlib.repr(value)}", param=name)
+    return RequestError(
+        f"{name} must be {wanted}, not {reprlib.repr(value)}", param=name
+    )
 
 
 CONVERTERS: Mapping[object, Convert] = {
@@ -115,15 +119,21 @@ CONVERTERS: Mapping[object, Convert] = {
 }
 
 
-def rows_of(kind: type[msgspec.Struct], converters: Mapping[object, Convert]) -> Iterator[Row]:
+def rows_of(
+    kind: type[msgspec.Struct], converters: Mapping[object, Convert]
+) -> Iterator[Row]:
     """Yield a row for each field of a struct whose fields all have defaults.
 
     `converters` has those of types that are not in `CONVERTERS`.
     """
     known = {**CONVERTERS, **converters}
     hints = get_type_hints(kind, include_extras=True)
-    for (name, hint), default in zip(hints.items(), kind.__struct_defaults__, strict=True):
-        plain, about = get_args(hint) if get_origin(hint) is Annotated else (hint, About())
+    for (name, hint), default in zip(
+        hints.items(), kind.__struct_defaults__, strict=True
+    ):
+        plain, about = (
+            get_args(hint) if get_origin(hint) is Annotated else (hint, About())
+        )
         kinds = get_args(plain)
         is_optional = NoneType in kinds
         if is_optional:

@@ -15,13 +15,17 @@ class ModelTasks(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a model can be asked for, as its folder and the settings say."""
 
     generates: bool = True
-    embedding: Pooling | None = None  # how a prompt becomes an embedding; None: it does not
+    # How a prompt becomes an embedding; None: it does not.
+    embedding: Pooling | None = None
     normalizes: bool = False  # embeddings have the length 1
     embedding_size: Count = 0  # numbers of an embedding; 0: unknown
-    max_embedded_tokens: Count = 0  # of the longest text to embed; 0: the model's length
+    # Of the longest text to embed; 0: the model's length.
+    max_embedded_tokens: Count = 0
     num_labels: Count = 0  # numbers of the classifier; 0: there is none
-    is_probability: bool = True  # a score is the sigmoid of the classifier's only number
-    scores_by_tokens: bool = False  # the classifier's number comes from the logits of tokens
+    # A score is the sigmoid of the classifier's only number.
+    is_probability: bool = True
+    # The classifier's number comes from the logits of tokens.
+    scores_by_tokens: bool = False
 
     def can(self, pooling: Pooling | None) -> bool:
         if pooling is None:

@@ -30,7 +30,8 @@ MAX_LOGPROBS = 20
 MAX_PATTERN_SIZE = 1024  # a node looks for a pattern at each token
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Natural = Annotated[int, Meta(ge=0)]
-MAX_PROMPT_LOGPROBS = 1 << 19  # of a request's prompts together, those of likeliest tokens included
+# Of a request's prompts together, those of likeliest tokens included.
+MAX_PROMPT_LOGPROBS = 1 << 19
 
 
 class RequestOutputKind(StrEnum):
@@ -50,7 +51,8 @@ class Penalties(msgspec.Struct, frozen=True, omit_defaults=True):
     presence: float = 0.0
     frequency: float = 0.0
     repetition: float = 1.0
-    bias: Annotated[tuple[tuple[Count, float], ...], Meta(max_length=MAX_BIASES)] = ()  # by id
+    # By id.
+    bias: Annotated[tuple[tuple[Count, float], ...], Meta(max_length=MAX_BIASES)] = ()
 
 
 class Scope(msgspec.Struct, frozen=True):
@@ -74,7 +76,9 @@ class Scope(msgspec.Struct, frozen=True):
             return b""
         data = f"{self.lora}\0{self.cache_salt}".encode("utf-8", "surrogatepass")
         # A key of the hash, so that no salt of a client looks like it.
-        key = hashlib.blake2b(self.tenant_salt.encode("utf-8", "surrogatepass")).digest()
+        key = hashlib.blake2b(
+            self.tenant_salt.encode("utf-8", "surrogatepass")
+        ).digest()
         return hashlib.blake2b(
             data,
             digest_size=HASH_BYTES,
@@ -109,7 +113,8 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     cache_root: Annotated[BlockHash, Meta(max_length=HASH_BYTES)] = b""
     lora: str = ""  # the adapter's name
     pooling: Pooling | None = None  # what is wanted of the prompt instead of tokens
-    priority: Int64 = 0  # lower ones first, on nodes whose order of requests is by priority
+    # Lower ones first, on nodes whose order of requests is by priority.
+    priority: Int64 = 0
 
     @property
     def needs_all_rows(self) -> bool:
@@ -157,10 +162,14 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, forbid_unknown_fields
     def form(self) -> tuple[str, object]:
         """The name of the field that is set, and its value."""
         fields = msgspec.structs.asdict(self).items()
-        return next((name, value) for name, value in fields if value not in (None, False))
+        return next(
+            (name, value) for name, value in fields if value not in (None, False)
+        )
 
 
-class RepetitionDetectionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RepetitionDetectionParams(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True
+):
     """Which repetition at the end of an output ends it. The names are vLLM's.
 
     A pattern is `min_pattern_size` to `max_pattern_size` tokens that come `min_count` times in a
@@ -174,7 +183,9 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True, forbid_unknown_fiel
 
     def __post_init__(self) -> None:
         name = "repetition_detection"
-        largest, smallest, count = (integer(name, value) for value in msgspec.structs.astuple(self))
+        largest, smallest, count = (
+            integer(name, value) for value in msgspec.structs.astuple(self)
+        )
         problem = ""
         if not 0 <= smallest <= largest <= MAX_PATTERN_SIZE:
             problem = (
@@ -195,7 +206,9 @@ class SamplingParams(msgspec.Struct, frozen=True):
     Raises a `RequestError` that names the first field with a wrong type or a value out of range.
     """
 
-    n: Annotated[int, About("1 to 128 choices; at most 1024 with all prompts", ge=1, le=128)] = 1
+    n: Annotated[
+        int, About("1 to 128 choices; at most 1024 with all prompts", ge=1, le=128)
+    ] = 1
     presence_penalty: Annotated[
         float,
         About(
@@ -207,7 +220,12 @@ class SamplingParams(msgspec.Struct, frozen=True):
     ] = 0.0
     frequency_penalty: Annotated[
         float,
-        About("the same, once for each time that the token came; -2 to 2", ge=-2, le=2, body=float),
+        About(
+            "the same, once for each time that the token came; -2 to 2",
+            ge=-2,
+            le=2,
+            body=float,
+        ),
     ] = 0.0
     repetition_penalty: Annotated[
         float,
@@ -221,22 +239,34 @@ class SamplingParams(msgspec.Struct, frozen=True):
     temperature: Annotated[float, About("0 is greedy", ge=0, le=100, body=float)] = 1.0
     top_p: Annotated[
         float,
-        About("sample from the likeliest tokens with this probability", gt=0, le=1, body=float),
+        About(
+            "sample from the likeliest tokens with this probability",
+            gt=0,
+            le=1,
+            body=float,
+        ),
     ] = 1.0
     top_k: Annotated[
         int,
         About(
-            "sample from so many of the likeliest; 0 or -1: all", ge=-1, le=MAX_COUNT, body=Int32
+            "sample from so many of the likeliest; 0 or -1: all",
+            ge=-1,
+            le=MAX_COUNT,
+            body=Int32,
         ),
     ] = 0
     min_p: Annotated[
         float,
         About(
-            "leave out tokens below this part of the highest probability", ge=0, le=1, body=float
+            "leave out tokens below this part of the highest probability",
+            ge=0,
+            le=1,
+            body=float,
         ),
     ] = 0.0
     seed: Annotated[
-        int | None, About("the same seed samples the same tokens", body=Int64, default="random")
+        int | None,
+        About("the same seed samples the same tokens", body=Int64, default="random"),
     ] = None
     stop: Annotated[
         str | list[str] | None,
@@ -247,9 +277,13 @@ class SamplingParams(msgspec.Struct, frozen=True):
     ] = None
     stop_token_ids: Annotated[
         list[int] | None,
-        About("up to 1024 token ids", body=Annotated[list[Count], Meta(max_length=1024)]),
+        About(
+            "up to 1024 token ids", body=Annotated[list[Count], Meta(max_length=1024)]
+        ),
     ] = None
-    ignore_eos: Annotated[bool, About("go on after the model's end token", body=bool)] = False
+    ignore_eos: Annotated[
+        bool, About("go on after the model's end token", body=bool)
+    ] = False
     max_tokens: Annotated[
         int | None,
         About(
@@ -300,7 +334,9 @@ class SamplingParams(msgspec.Struct, frozen=True):
     skip_special_tokens: Annotated[
         bool, About("leave special tokens out of the text", body=bool)
     ] = True
-    spaces_between_special_tokens: Annotated[bool, About(only=(True,), body=bool)] = True
+    spaces_between_special_tokens: Annotated[bool, About(only=(True,), body=bool)] = (
+        True
+    )
     include_stop_str_in_output: Annotated[
         bool, About("keep the stop string in the text", body=bool)
     ] = False
@@ -323,10 +359,12 @@ class SamplingParams(msgspec.Struct, frozen=True):
             body=Annotated[list[Natural], Meta(max_length=1 << 16)],
         ),
     ] = None
-    bad_words: Annotated[list[str] | None, About("words never allowed, limited as `stop`")] = None
-    structured_outputs: Annotated[StructuredOutputsParams | None, About("see [forms](#forms)")] = (
-        None
-    )
+    bad_words: Annotated[
+        list[str] | None, About("words never allowed, limited as `stop`")
+    ] = None
+    structured_outputs: Annotated[
+        StructuredOutputsParams | None, About("see [forms](#forms)")
+    ] = None
     extra_args: Annotated[dict[str, object] | None, About(only=(None, {}))] = None
     best_of: int | None = None
     use_beam_search: Annotated[bool, About(only=(False, None), body=bool)] = False
@@ -345,7 +383,9 @@ class SamplingParams(msgspec.Struct, frozen=True):
         if not all(map(operator.contains, _NEUTRAL_VALUES, _neutral_fields(self))):
             _refuse_unsupported(self)
         values = _checked_fields(self)
-        for row, value, default in zip(_CHECKED_ROWS, values, _CHECKED_DEFAULTS, strict=True):
+        for row, value, default in zip(
+            _CHECKED_ROWS, values, _CHECKED_DEFAULTS, strict=True
+        ):
             if value is not default:
                 force_setattr(self, row.name, row.checked(value))
         _check_together(self)
@@ -379,9 +419,13 @@ def _biases(_: str, value: object) -> dict[int, float]:
     except (TypeError, ValueError) as error:
         raise wrong("logit_bias", "a mapping of token ids to numbers", value) from error
     if len(biases) > MAX_BIASES:
-        raise RequestError(f"logit_bias takes at most {MAX_BIASES} tokens", param="logit_bias")
+        raise RequestError(
+            f"logit_bias takes at most {MAX_BIASES} tokens", param="logit_bias"
+        )
     if any(not 0 <= token_id <= MAX_COUNT for token_id in biases):
-        raise RequestError("the token ids of logit_bias must be at least 0", param="logit_bias")
+        raise RequestError(
+            "the token ids of logit_bias must be at least 0", param="logit_bias"
+        )
     if any(not -MAX_BIAS <= bias <= MAX_BIAS for bias in biases.values()):
         text = f"the numbers of logit_bias must be at least {-MAX_BIAS:g} and at most {MAX_BIAS:g}"
         raise RequestError(text, param="logit_bias")
@@ -413,7 +457,10 @@ def _check_together(params: SamplingParams) -> None:
     """Raise `RequestError` for values that no row can judge alone."""
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise RequestError("min_tokens must not exceed max_tokens", param="min_tokens")
-    if params.seed is not None and not -(1 << SEED_BITS) <= params.seed < 1 << SEED_BITS:
+    if (
+        params.seed is not None
+        and not -(1 << SEED_BITS) <= params.seed < 1 << SEED_BITS
+    ):
         raise RequestError("seed must fit 64 bits", param="seed")
     if any(not text for text in params.stop_strings):
         raise RequestError("stop must not hold an empty string", param="stop")
@@ -422,7 +469,9 @@ def _check_together(params: SamplingParams) -> None:
         raise RequestError(text, param="allowed_token_ids")
     if not all(map(str.strip, params.bad_words or ())):
         raise RequestError("bad_words must not hold an empty string", param="bad_words")
-    if params.structured_outputs is not None and (params.min_tokens or params.ignore_eos):
+    if params.structured_outputs is not None and (
+        params.min_tokens or params.ignore_eos
+    ):
         name = "min_tokens" if params.min_tokens else "ignore_eos"
         text = f"{name} cannot be used with structured_outputs or response_format: leave it out"
         raise RequestError(text, param=name)

@@ -57,7 +57,9 @@ async def _serve(config: ClusterConfig, interrupts: Interrupts) -> int:
     tls = server_context(config.router)
     server = Server(app, config.router, tls)
     on_hangup(lambda: loop.call_soon_threadsafe(_renew, app, config.router, tls))
-    stats = asyncio.create_task(_log_stats(StatsLine(app.metrics), router, config.log.stats_s))
+    stats = asyncio.create_task(
+        _log_stats(StatsLine(app.metrics), router, config.log.stats_s)
+    )
     try:
         router.start(config.control)
         url = await server.start()
@@ -65,8 +67,13 @@ async def _serve(config: ClusterConfig, interrupts: Interrupts) -> int:
         log.info(f"listening on {url}")
         _warn_if_open(config.router)
         await asked_to_end.wait()
-        grace_s = HURRIED_S if interrupts.is_hurried else config.router.shutdown_timeout_s
-        log.info("draining: running requests finish, and new ones get status 503", within_s=grace_s)
+        grace_s = (
+            HURRIED_S if interrupts.is_hurried else config.router.shutdown_timeout_s
+        )
+        log.info(
+            "draining: running requests finish, and new ones get status 503",
+            within_s=grace_s,
+        )
         await server.drain(grace_s)
     finally:
         stats.cancel()
@@ -105,7 +112,11 @@ def spare_collector() -> None:
 def _tracer(config: ClusterConfig) -> Tracer | None:
     if not config.router.otlp_traces_endpoint:
         return None
-    return Tracer(exporter_to(config.router.otlp_traces_endpoint), config.model.shown_name, VERSION)
+    return Tracer(
+        exporter_to(config.router.otlp_traces_endpoint),
+        config.model.shown_name,
+        VERSION,
+    )
 
 
 def _chat_template(model: ModelConfig) -> ChatTemplate | None:

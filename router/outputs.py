@@ -36,7 +36,9 @@ def merged_calls(calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
     for call in calls:
         names.setdefault(call.index, call.name)
         arguments.setdefault(call.index, []).append(call.arguments)
-    return tuple(ToolCall(names[index], "".join(arguments[index]), index) for index in names)
+    return tuple(
+        ToolCall(names[index], "".join(arguments[index]), index) for index in names
+    )
 
 
 class Logprob(msgspec.Struct, frozen=True):
@@ -100,7 +102,8 @@ class RequestMetrics:
     transfer_bytes: int = 0
     decode_queue_s: float = 0.0
     first_step_s: float = 0.0
-    time_to_first_token_s: float | None = None  # from arrival to the first token handed out
+    # From arrival to the first token handed out.
+    time_to_first_token_s: float | None = None
     e2e_s: float | None = None
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0  # of all choices together
@@ -116,7 +119,8 @@ class RequestMetrics:
     num_resumes: int = 0  # attempts after a later loss, each of one choice
     resumed: bool = False  # some choice went on elsewhere after its first token
     max_tokens_clamped: int | None = None  # the limit to which max_tokens was cut
-    retry_codes: dict[str, int] = field(default_factory=dict)  # retries by the code of the loss
+    # Retries by the code of the loss.
+    retry_codes: dict[str, int] = field(default_factory=dict)
     resume_codes: dict[str, int] = field(default_factory=dict)
     num_reasoning_tokens: int = 0  # among the output tokens, once the request has ended
     # Reasons of the choices that ended.
@@ -292,16 +296,28 @@ def waterfall(metrics: RequestMetrics) -> list[StageSpan]:
     return stages
 
 
-def _ends_of_stages(one: Attempt, end_s: float) -> Iterator[tuple[str, float, NodeId | None, str]]:
+def _ends_of_stages(
+    one: Attempt, end_s: float
+) -> Iterator[tuple[str, float, NodeId | None, str]]:
     """Yield the stages of an attempt in order: name, end, node, and the code of its loss."""
-    yield "router_queue", end_s if one.placed_at_s is None else one.placed_at_s, None, ""
+    yield (
+        "router_queue",
+        end_s if one.placed_at_s is None else one.placed_at_s,
+        None,
+        "",
+    )
     computes = one.prefill_node or one.decode_node
     prompt_at_s = one.prefilled_at_s
     decoding_at_s = one.decoding_at_s
     if not one.prefill_node:
         prompt_at_s = decoding_at_s
-    elif prompt_at_s is not None and decoding_at_s is not None and decoding_at_s <= prompt_at_s:
-        prompt_at_s = decoding_at_s - one.first_step_s  # decode's message was read first
+    elif (
+        prompt_at_s is not None
+        and decoding_at_s is not None
+        and decoding_at_s <= prompt_at_s
+    ):
+        # Decode's message was read first.
+        prompt_at_s = decoding_at_s - one.first_step_s
     if prompt_at_s is not None:
         read_at_s = prompt_at_s - one.prefill_s
         queued_at_s = read_at_s - one.prefix_read_s

@@ -38,7 +38,8 @@ log = logger("router")
 
 # The blocks of a prompt up to this length are hashed in a fraction of a millisecond.
 MAX_HASHED_ON_LOOP = 4096
-_POOLED = SamplingParams(max_tokens=1, seed=0)  # of prompts of which no tokens are wanted
+# Of prompts of which no tokens are wanted.
+_POOLED = SamplingParams(max_tokens=1, seed=0)
 
 
 class TextRouter:
@@ -71,8 +72,12 @@ class TextRouter:
         """
         model = config.model
         if not model.path:
-            raise ConfigError("model.path is empty: set it to a Hugging Face model folder")
-        sampling = sampling_of_model(model.path) if model.generation_config == "auto" else {}
+            raise ConfigError(
+                "model.path is empty: set it to a Hugging Face model folder"
+            )
+        sampling = (
+            sampling_of_model(model.path) if model.generation_config == "auto" else {}
+        )
         text = Text.load(model.path)
         if text.problem_of_forms:
             log.warning(
@@ -119,7 +124,8 @@ class TextRouter:
             grammar = after_reasoning(grammar, parsing.reasoning, is_open=is_open)
         bad_words = await self._bad_words_of(params)
         detokenizers = [
-            self._text.detokenizer(token_ids, params, i, parsing) for i in range(params.n)
+            self._text.detokenizer(token_ids, params, i, parsing)
+            for i in range(params.n)
         ]
         internal_id = self.core.new_id()
         stream = RequestStream(
@@ -157,8 +163,12 @@ class TextRouter:
         keys = await self._keys_of(token_ids, caller.scope.root) if is_cached else ()
         internal_id = self.core.new_id()
         on_close = partial(self.core.give_up, internal_id)
-        stream = RequestStream(request_id or internal_id, token_ids, _POOLED, (), on_close)
-        sampling = msgspec.structs.replace(sampling_of(_POOLED, 1, caller.scope), pooling=pooling)
+        stream = RequestStream(
+            request_id or internal_id, token_ids, _POOLED, (), on_close
+        )
+        sampling = msgspec.structs.replace(
+            sampling_of(_POOLED, 1, caller.scope), pooling=pooling
+        )
         self.core.submit(internal_id, stream, sampling, keys, caller.tenant)
         return stream
 
@@ -176,7 +186,9 @@ class TextRouter:
             raise RequestError(text, code="unsupported", param="structured_outputs")
         return await self._forms.grammar_of(form, caller.tenant.name)
 
-    async def _bad_words_of(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+    async def _bad_words_of(
+        self, params: SamplingParams
+    ) -> tuple[tuple[int, ...], ...]:
         """Return the bad words as token ids. Raises `RequestError` for ids out of range."""
         vocab_size = self.core.limits().vocab_size
         for name in ("allowed_token_ids", "logit_bias"):
@@ -184,11 +196,17 @@ class TextRouter:
                 text = f"the ids of {name} must be below {vocab_size}, the size of the vocabulary"
                 raise RequestError(text, param=name)
         # A word begins with another token after a blank.
-        spellings = [s for word in params.bad_words or () for s in (word, f" {word.lstrip()}")]
-        words = [await self._text.encode(s, add_special_tokens=False) for s in spellings]
+        spellings = [
+            s for word in params.bad_words or () for s in (word, f" {word.lstrip()}")
+        ]
+        words = [
+            await self._text.encode(s, add_special_tokens=False) for s in spellings
+        ]
         return tuple(dict.fromkeys(map(tuple, filter(None, words))))
 
-    async def _keys_of(self, token_ids: list[int], root: BlockHash) -> tuple[BlockKey, ...]:
+    async def _keys_of(
+        self, token_ids: list[int], root: BlockHash
+    ) -> tuple[BlockKey, ...]:
         """Return the keys of a prompt's blocks, hashed off the event loop if there are many."""
         block_size = self.core.limits().block_size
         if len(token_ids) < block_size:
@@ -270,10 +288,14 @@ def sampling_of_model(model_path: str) -> dict[str, object]:
     path = Path(model_path) / "generation_config.json"
     try:
         data = path.read_bytes() if path.is_file() else b"{}"
-        found = msgspec.structs.asdict(msgspec.json.decode(data, type=_GenerationConfig))
+        found = msgspec.structs.asdict(
+            msgspec.json.decode(data, type=_GenerationConfig)
+        )
         found["max_tokens"] = found.pop("max_new_tokens")
         given = {name: value for name, value in found.items() if value is not None}
         SamplingParams(**given)  # the constructor raises for values out of range
         return given
     except (OSError, msgspec.DecodeError, RequestError) as error:
-        raise ConfigError(f"cannot take sampling defaults from {path}: {error}") from error
+        raise ConfigError(
+            f"cannot take sampling defaults from {path}: {error}"
+        ) from error

@@ -28,7 +28,13 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from baton.protocol.errors import BatonError, Failure, Overloaded, RequestError, from_failure
+from baton.protocol.errors import (
+    BatonError,
+    Failure,
+    Overloaded,
+    RequestError,
+    from_failure,
+)
 from baton.runtime.clock import monotonic
 from baton.runtime.log import logger
 from baton.runtime.process import Child, Command
@@ -69,7 +75,8 @@ class Turns:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # the turn came when the job had just been given up
+            # The turn came when the job had just been given up.
+            if not turn.cancelled():
                 self.release()
             raise
 
@@ -93,7 +100,9 @@ class Lane:
     A job may wait `wall_s` for its turn, and then run as long.
     """
 
-    def __init__(self, at_once: int, *, cpu_s: float, memory_mib: int, wall_s: float) -> None:
+    def __init__(
+        self, at_once: int, *, cpu_s: float, memory_mib: int, wall_s: float
+    ) -> None:
         self.turns = Turns(at_once)
         self.cpu_s = cpu_s
         self.memory_mib = memory_mib
@@ -144,7 +153,8 @@ class Worker(Generic[J, R]):
         self._child: Child | None = None
         self._dropped: list[Child] = []  # killed, but not yet gone
         self._control: socket.socket | None = None
-        self._waits_since_s: float | None = None  # since when the process has taken no job
+        # Since when the process has taken no job.
+        self._waits_since_s: float | None = None
         self._is_closed = False
 
     async def run(self, job: J, lane: Lane, client: str = "") -> R:
@@ -195,12 +205,15 @@ class Worker(Generic[J, R]):
                 child = self._hand_over(theirs, lane)
             if not await self._is_taken(ours):
                 if child is self._child:
-                    log.warning("a process that works on requests ended or hangs", pid=child.pid)
+                    log.warning(
+                        "a process that works on requests ended or hangs", pid=child.pid
+                    )
                     self._drop()
                 return None
             reply = bytearray()
             async with asyncio.timeout(lane.wall_s):
-                with contextlib.suppress(ConnectionError):  # a job that is killed reads no more
+                # A job that is killed reads no more.
+                with contextlib.suppress(ConnectionError):
                     await loop.sock_sendall(ours, data)
                     ours.shutdown(socket.SHUT_WR)
                 with contextlib.suppress(ConnectionError):
@@ -245,7 +258,9 @@ class Worker(Generic[J, R]):
             arguments = (str(end.fileno()), *self._arguments)
             # One job is one process: the tokenizer must start no threads in it.
             env = (("TOKENIZERS_PARALLELISM", "false"),)
-            command = Command("worker", arguments, self._module, env, pass_fds=(end.fileno(),))
+            command = Command(
+                "worker", arguments, self._module, env, pass_fds=(end.fileno(),)
+            )
             self._child = Child(command)
         self._control = control
         socket.send_fds(control, [limits], [theirs.fileno()])
@@ -283,7 +298,8 @@ def serve(
     poll = select.poll()
     poll.register(control, select.POLLIN)
     poll.register(wake, select.POLLIN)
-    jobs: dict[int, tuple[int, socket.socket]] = {}  # the pid and the socket, by its descriptor
+    # The pid and the socket, by its descriptor.
+    jobs: dict[int, tuple[int, socket.socket]] = {}
     while True:
         # New jobs come first, so that none has the descriptor of one that ended in this round.
         for ready, _ in poll.poll():
@@ -346,7 +362,8 @@ def _work(
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         _bound_memory(memory_bytes)
-        signal.setitimer(signal.ITIMER_PROF, cpu_s)  # SIGPROF ends the process in any code
+        # SIGPROF ends the process in any code.
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
         # A native library reports lack of memory to stderr, once for each hostile job.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
         data = bytearray()
@@ -358,7 +375,9 @@ def _work(
 
 
 def _end_of(
-    data: bytearray, decoder: "msgspec.msgpack.Decoder[J]", answer: Callable[[J], object]
+    data: bytearray,
+    decoder: "msgspec.msgpack.Decoder[J]",
+    answer: Callable[[J], object],
 ) -> bytes:
     try:
         value = _encode(answer(decoder.decode(data)))

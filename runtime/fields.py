@@ -10,7 +10,15 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Literal,
+    NoReturn,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import msgspec
 from msgspec import Meta
@@ -139,10 +147,14 @@ class Field(msgspec.Struct, frozen=True):
         """Return the value that a file gives. Raises `ConfigError`."""
         return self._convert(value, value, "", strict=True)
 
-    def _convert(self, given: object, written: object, shown: str, *, strict: bool) -> object:
+    def _convert(
+        self, given: object, written: object, shown: str, *, strict: bool
+    ) -> object:
         if self.is_list and isinstance(given, list):
             # A secret often ends with a line break, and lists are written with blanks.
-            given = [entry.strip() if isinstance(entry, str) else entry for entry in given]
+            given = [
+                entry.strip() if isinstance(entry, str) else entry for entry in given
+            ]
         why = "expected a finite number"
         try:
             value: object = msgspec.convert(given, self.annotation, strict=strict)
@@ -152,11 +164,20 @@ class Field(msgspec.Struct, frozen=True):
             why = in_words(str(error))
         if self.choices:
             why = f"choose one of {', '.join(filter(None, self.choices))}"
-        raise ConfigError(f"{shown or f'setting {self.name}'} cannot be {written!r}: {why}")
+        raise ConfigError(
+            f"{shown or f'setting {self.name}'} cannot be {written!r}: {why}"
+        )
 
 
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kKmMgG])")
-_FACTORS = {"k": 1000, "m": 1000**2, "g": 1000**3, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_FACTORS = {
+    "k": 1000,
+    "m": 1000**2,
+    "g": 1000**3,
+    "K": 1 << 10,
+    "M": 1 << 20,
+    "G": 1 << 30,
+}
 
 
 def _whole_number(text: str) -> str:
@@ -215,7 +236,8 @@ def with_values(config: S, values: Mapping[str, object]) -> S:
 def _with_value(config: S, name: str, value: object) -> S:
     key, _, rest = name.partition(".")
     return msgspec.structs.replace(
-        config, **{key: _with_value(getattr(config, key), rest, value) if rest else value}
+        config,
+        **{key: _with_value(getattr(config, key), rest, value) if rest else value},
     )
 
 
@@ -257,14 +279,20 @@ class FlagParser(argparse.ArgumentParser):
             title = group_of(field)
             if title not in groups:
                 groups[title] = self.add_argument_group(title)
-            how: dict[str, object] = {"nargs": "?", "const": "true"} if field.is_bool else {}
+            how: dict[str, object] = (
+                {"nargs": "?", "const": "true"} if field.is_bool else {}
+            )
             if field.kind == "repeated":
                 how = {"action": "append"}
             if field.kind == "switch":
                 how = {"action": "store_const", "const": "true"}
             else:
                 how["metavar"] = field.metavar
-            words = ("true", "false") if "nargs" in how else tuple(filter(None, field.choices))
+            words = (
+                ("true", "false")
+                if "nargs" in how
+                else tuple(filter(None, field.choices))
+            )
             if words:
                 self.words[field.name] = words
             groups[title].add_argument(
@@ -275,7 +303,9 @@ class FlagParser(argparse.ArgumentParser):
                 **how,  # type: ignore[arg-type]
             )
 
-    def values_in(self, parsed: argparse.Namespace, fields: Iterable[Field]) -> dict[str, object]:
+    def values_in(
+        self, parsed: argparse.Namespace, fields: Iterable[Field]
+    ) -> dict[str, object]:
         """Return the settings that a command line gives, by their names. Raises `ConfigError`."""
         given = vars(parsed)
         return {
@@ -290,9 +320,13 @@ class FlagParser(argparse.ArgumentParser):
         unknown = message.removeprefix(_UNKNOWN)
         word = (unknown.split() or [unknown])[0].partition("=")[0]
         if not word.startswith("-"):
-            raise ConfigError(f"{self.prog} does not take {word!r}; see {self.prog} --help")
+            raise ConfigError(
+                f"{self.prog} does not take {word!r}; see {self.prog} --help"
+            )
         if word in self.foreign:
-            raise ConfigError(f"{word} is a flag of another server: {self.foreign[word]}")
+            raise ConfigError(
+                f"{word} is a flag of another server: {self.foreign[word]}"
+            )
         known = [flag for flag in self._option_string_actions if flag.startswith("--")]
         hint = did_you_mean(word, known) or f"; see {self.prog} --help"
         raise ConfigError(f"unknown flag {word}{hint}")
@@ -314,5 +348,7 @@ class _HelpFormatter(argparse.HelpFormatter):
         """Return `--port, --router-port N`, with the value once and not after each name."""
         if not action.option_strings or action.nargs == 0:
             return super()._format_action_invocation(action)
-        value = self._format_args(action, self._get_default_metavar_for_optional(action))
+        value = self._format_args(
+            action, self._get_default_metavar_for_optional(action)
+        )
         return f"{', '.join(action.option_strings)} {value}"

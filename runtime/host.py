@@ -74,8 +74,11 @@ def available_bytes() -> int:
     What a container uses tells little, since most of it are pages of files.
     """
     available = psutil.virtual_memory().available
-    with contextlib.suppress(OSError, ValueError):  # without a limit, the file says "max"
-        available = min(available, int((CGROUP / "memory.max").read_text(encoding="utf-8")))
+    # Without a limit, the file says "max".
+    with contextlib.suppress(OSError, ValueError):
+        available = min(
+            available, int((CGROUP / "memory.max").read_text(encoding="utf-8"))
+        )
     return available
 
 
@@ -102,7 +105,9 @@ def gpus_of(
     return known[first:] + known[:first]
 
 
-def nodes_on_gpu(number: int, num_nodes: int, num_known: int, gpus_each: int = 1) -> int:
+def nodes_on_gpu(
+    number: int, num_nodes: int, num_known: int, gpus_each: int = 1
+) -> int:
     """Return how many of `num_nodes` nodes use a GPU of node `number`, that node included.
 
     Each node takes the next `gpus_each` GPUs, one for each of its ranks.
@@ -153,7 +158,9 @@ class AcceptErrors:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._warn = RareWarning(loop.time)
 
-    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+    def __call__(
+        self, loop: asyncio.AbstractEventLoop, context: dict[str, object]
+    ) -> None:
         if str(context.get("message", "")).startswith("socket.accept()"):
             self._warn(
                 f"connections cannot be accepted: {context.get('exception')}; raise the limit of "
@@ -180,13 +187,17 @@ def reaches_out(node: NodeConfig) -> bool:
 
 def _outward(node: NodeConfig) -> list[Endpoint]:
     endpoints = map(parse_endpoint, (node.bind, *node.routers))
-    return [one for one in endpoints if not (one.path or one.is_loopback or one.is_wildcard)]
+    return [
+        one for one in endpoints if not (one.path or one.is_loopback or one.is_wildcard)
+    ]
 
 
 def own_address(endpoint: Endpoint) -> str:
     """Return the address from which this host would talk to `endpoint`; empty if it cannot."""
     try:
-        found = socket.getaddrinfo(endpoint.host, endpoint.port or 1, type=socket.SOCK_DGRAM)
+        found = socket.getaddrinfo(
+            endpoint.host, endpoint.port or 1, type=socket.SOCK_DGRAM
+        )
         family, kind, protocol, _, address = found[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(address)  # a datagram socket only looks up the route

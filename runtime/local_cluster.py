@@ -48,10 +48,14 @@ class LocalCluster:
         self._config = msgspec.structs.replace(config, router=router)
         self._routers = (control_endpoint, *more_endpoints)
         counts = (("prefill", config.prefill), ("decode", config.decode))
-        self.names = tuple(f"{role}-{index}" for role, count in counts for index in range(count))
+        self.names = tuple(
+            f"{role}-{index}" for role, count in counts for index in range(count)
+        )
         self._folder = private_folder()
         try:
-            self.commands = tuple(self._command(name, nth) for nth, name in enumerate(self.names))
+            self.commands = tuple(
+                self._command(name, nth) for nth, name in enumerate(self.names)
+            )
         except BaseException:  # such as a full disk
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
@@ -97,7 +101,9 @@ class LocalCluster:
         threads = threads_per_rank(self._config.engine, num_nodes)
         engine = msgspec.structs.replace(self._config.engine, threads=threads)
         if not self._config.engine.threads and engine.tensor_parallel_size == 1:
-            engine = msgspec.structs.replace(engine, shared_cpus=str(self._folder / "cpus"))
+            engine = msgspec.structs.replace(
+                engine, shared_cpus=str(self._folder / "cpus")
+            )
         degree = engine.tensor_parallel_size
         gpus = () if engine.device == "cpu" else gpus_of(number * degree)
         on_gpu = nodes_on_gpu(number, num_nodes, len(gpus), degree) if gpus else 1
@@ -106,11 +112,16 @@ class LocalCluster:
         cache = msgspec.structs.replace(
             self._config.cache, shared_by=num_nodes, gpu_shared_by=on_gpu
         )
-        config = msgspec.structs.replace(self._config, node=node, engine=engine, cache=cache)
+        config = msgspec.structs.replace(
+            self._config, node=node, engine=engine, cache=cache
+        )
         settings.write_text(to_yaml(config), encoding="utf-8")
         if on_gpu > 1:
             log.info(
-                "this node shares its GPU with other nodes", node=name, gpu=gpus[0], nodes=on_gpu
+                "this node shares its GPU with other nodes",
+                node=name,
+                gpu=gpus[0],
+                nodes=on_gpu,
             )
         env = ((VISIBLE_GPUS, ",".join(gpus)),) if gpus else ()
         role = name.rpartition("-")[0]
@@ -165,4 +176,6 @@ def private_folder() -> Path:
     try:
         return Path(tempfile.mkdtemp(prefix="baton-", dir="/tmp"))
     except OSError as error:
-        raise ConfigError(f"{folder.parent} is too long for sockets: set TMPDIR") from error
+        raise ConfigError(
+            f"{folder.parent} is too long for sockets: set TMPDIR"
+        ) from error

@@ -68,7 +68,9 @@ def setup_process_log(config: LogConfig, name: str) -> None:
         threading.excepthook = _log_broken_thread
 
 
-def _log_end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _log_end(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     text = "an unexpected error ends the process"
     logging.getLogger(ROOT).critical(text, exc_info=(kind, error, trace))
 
@@ -76,7 +78,9 @@ def _log_end(kind: type[BaseException], error: BaseException, trace: TracebackTy
 def _log_broken_thread(uncaught: threading.ExceptHookArgs) -> None:
     error = uncaught.exc_value
     if error is not None and not isinstance(error, SystemExit):
-        logging.getLogger(ROOT).critical("an unexpected error ended a thread", exc_info=error)
+        logging.getLogger(ROOT).critical(
+            "an unexpected error ended a thread", exc_info=error
+        )
 
 
 def is_json() -> bool:
@@ -148,11 +152,21 @@ class LineFormatter(logging.Formatter):
         return self._json(record) if self.is_json else self._text(record)
 
     def _text(self, record: logging.LogRecord) -> str:
-        stamp = datetime.fromtimestamp(record.created).astimezone().isoformat("T", "milliseconds")
-        parts = [f"{stamp} {record.levelname:<7} {self._process}: {_one_line(record.getMessage())}"]
+        stamp = (
+            datetime.fromtimestamp(record.created)
+            .astimezone()
+            .isoformat("T", "milliseconds")
+        )
+        parts = [
+            f"{stamp} {record.levelname:<7} {self._process}: {_one_line(record.getMessage())}"
+        ]
         parts += [f"{key}={_value(value)}" for key, value in _fields(record).items()]
         line = " ".join(parts)
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        return (
+            f"{line}\n{self.formatException(record.exc_info)}"
+            if record.exc_info
+            else line
+        )
 
     def _json(self, record: logging.LogRecord) -> str:
         own = {

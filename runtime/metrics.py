@@ -59,7 +59,9 @@ class Histogram:
         """Return the cumulative counts with their bounds, as Prometheus writes them."""
         found = []
         so_far = 0
-        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
+        for bound, count in zip(
+            (*map(str, self.bounds), "+Inf"), self.counts, strict=True
+        ):
             so_far += count
             found.append((bound, float(so_far)))
         return found
@@ -80,7 +82,9 @@ class Page(Collector):
         self._families: list[tuple[Family, Values]] = []
 
     def add(
-        self, family: Family, values: Mapping[AnyLabels, float] | Mapping[AnyLabels, Histogram]
+        self,
+        family: Family,
+        values: Mapping[AnyLabels, float] | Mapping[AnyLabels, Histogram],
     ) -> None:
         self._families.append((family, list(values.items())))
 
@@ -176,11 +180,15 @@ def _usage(load: Load) -> float:
 _Value = Callable[[NodeHealth], float]
 
 
-def _gauge(name: str, value: _Value, meaning: str, vllm: str = "") -> tuple[Family, _Value]:
+def _gauge(
+    name: str, value: _Value, meaning: str, vllm: str = ""
+) -> tuple[Family, _Value]:
     return Family(name, "gauge", meaning, _NODE, vllm), value
 
 
-def _counter(name: str, value: _Value, meaning: str, vllm: str = "") -> tuple[Family, _Value]:
+def _counter(
+    name: str, value: _Value, meaning: str, vllm: str = ""
+) -> tuple[Family, _Value]:
     return Family(name, "counter", meaning, _NODE, vllm), value
 
 
@@ -208,7 +216,11 @@ _TABLE = (
         "Share of the KV blocks in use, 1 is full; merely cached blocks count as free",
         "vllm:kv_cache_usage_perc",
     ),
-    _gauge("baton_node_total_blocks", lambda one: one.load.total_blocks, "KV blocks in the pool"),
+    _gauge(
+        "baton_node_total_blocks",
+        lambda one: one.load.total_blocks,
+        "KV blocks in the pool",
+    ),
     _gauge(
         "baton_node_free_blocks",
         lambda one: one.load.free_blocks,
@@ -293,19 +305,29 @@ _TABLE = (
     ),
     _counter("baton_node_steps", lambda one: one.totals.steps, "Steps of the model"),
     _counter(
-        "baton_node_step_seconds", lambda one: one.totals.steps_s, "Seconds in which steps ran"
+        "baton_node_step_seconds",
+        lambda one: one.totals.steps_s,
+        "Seconds in which steps ran",
     ),
     _counter(
-        "baton_node_kv_reads", lambda one: one.totals.reads, "Reads of KV blocks from prefill nodes"
+        "baton_node_kv_reads",
+        lambda one: one.totals.reads,
+        "Reads of KV blocks from prefill nodes",
     ),
-    _counter("baton_node_kv_read_bytes", lambda one: one.totals.read_bytes, "Bytes of those reads"),
+    _counter(
+        "baton_node_kv_read_bytes",
+        lambda one: one.totals.read_bytes,
+        "Bytes of those reads",
+    ),
     _counter(
         "baton_node_kv_read_seconds",
         lambda one: one.totals.reads_s,
         "Seconds from the post to the end of each read, added up",
     ),
     _counter(
-        "baton_node_kv_read_failures", lambda one: one.totals.failed_reads, "Reads that failed"
+        "baton_node_kv_read_failures",
+        lambda one: one.totals.failed_reads,
+        "Reads that failed",
     ),
     _counter(
         "baton_node_kv_corrupt_reads",
@@ -342,7 +364,11 @@ _IN_SERVICE = Family(
 )
 NODE_FAMILIES = (*(family for family, _ in _TABLE), _INFO, _IN_SERVICE)
 # A lost node works on nothing, so these are 0. Its last counts would suggest that work is stuck.
-_OF_LOST = ("baton_node_up", "baton_node_running_requests", "baton_node_waiting_requests")
+_OF_LOST = (
+    "baton_node_up",
+    "baton_node_running_requests",
+    "baton_node_waiting_requests",
+)
 
 
 def add_nodes(
@@ -366,4 +392,12 @@ def add_nodes(
 def _info(one: NodeHealth) -> tuple[str, ...]:
     ranks = str(one.tensor_parallel or "")
     features = ",".join(one.features)
-    return (one.node_id, one.role, one.dtype, one.device, one.transports, ranks, features)
+    return (
+        one.node_id,
+        one.role,
+        one.dtype,
+        one.device,
+        one.transports,
+        ranks,
+        features,
+    )

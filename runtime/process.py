@@ -67,9 +67,13 @@ def die_with_parent() -> None:
     descriptor = int(inherited)
     os.set_inheritable(descriptor, False)
     # The pipe also covers a parent that died before the signal was asked for.
-    threading.Thread(target=_watch, args=(descriptor,), name="death pipe", daemon=True).start()
+    threading.Thread(
+        target=_watch, args=(descriptor,), name="death pipe", daemon=True
+    ).start()
     if by_signal and sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        ctypes.CDLL(None, use_errno=True).prctl(
+            _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0
+        )
 
 
 def _watch(descriptor: int) -> None:
@@ -93,7 +97,11 @@ class Child:
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         # The child gets its settings from its arguments, into which this process has put the
         # variables.
-        env = {key: text for key, text in os.environ.items() if not key.startswith("BATON_")}
+        env = {
+            key: text
+            for key, text in os.environ.items()
+            if not key.startswith("BATON_")
+        }
         env |= {**dict(command.env), "PYTHONUNBUFFERED": "1"}
         # The signal comes when the spawning *thread* ends, so only the main one may ask for it.
         if threading.current_thread() is threading.main_thread():
@@ -117,7 +125,10 @@ class Child:
             undo.pop_all()
         assert self._process.stdout is not None
         self._reader = threading.Thread(
-            target=self._read, args=(self._process.stdout, relay), name=command.name, daemon=True
+            target=self._read,
+            args=(self._process.stdout, relay),
+            name=command.name,
+            daemon=True,
         )
         self._reader.start()
 
@@ -180,7 +191,10 @@ class Child:
                 # The child blocks once its pipe is full, so a full disk must not end the reading.
                 try:
                     if num_lost:
-                        relay(self.name, f"{num_lost} lines are missing: the log was not writable")
+                        relay(
+                            self.name,
+                            f"{num_lost} lines are missing: the log was not writable",
+                        )
                     num_lost = 0
                     relay(self.name, line)
                 except OSError:
@@ -188,7 +202,11 @@ class Child:
 
 
 def _program_of(command: Command) -> tuple[str, ...]:
-    return (command.program,) if command.program else (sys.executable, "-m", command.module)
+    return (
+        (command.program,)
+        if command.program
+        else (sys.executable, "-m", command.module)
+    )
 
 
 class Exit(msgspec.Struct, frozen=True):
@@ -287,7 +305,8 @@ class Supervisor:
             elif self._clock() >= entry.restart_at_s:
                 try:
                     self._spawn(entry)
-                except NodeError as error:  # the system may lack memory or processes for a while
+                # The system may lack memory or processes for a while.
+                except NodeError as error:
                     exits.append(self._ended(entry, NOT_STARTED, (error.message,), 0.0))
         return exits
 
@@ -313,7 +332,9 @@ class Supervisor:
 
         Children that are hurried do not drain.
         """
-        children = [entry.child for entry in self._supervised if entry.child is not None]
+        children = [
+            entry.child for entry in self._supervised if entry.child is not None
+        ]
         for child in children:
             child.terminate(is_hurried=is_hurried)
         deadline_s = monotonic() + grace_s
@@ -340,7 +361,9 @@ class Supervisor:
         entry.child = Child(entry.command, self._relay)
         entry.started_s = self._clock()
 
-    def _ended(self, entry: _Supervised, code: int, tail: tuple[str, ...], ran_s: float) -> Exit:
+    def _ended(
+        self, entry: _Supervised, code: int, tail: tuple[str, ...], ran_s: float
+    ) -> Exit:
         entry.child = None
         entry.num_exits += 1
         delay_s = None if self._may_leave and code == 0 else entry.backoff.after(ran_s)

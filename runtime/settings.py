@@ -113,7 +113,9 @@ class Subcommand(msgspec.Struct, frozen=True):
 
 
 def load(
-    command: "Subcommand", arguments: Sequence[str], environment: Mapping[str, str] = os.environ
+    command: "Subcommand",
+    arguments: Sequence[str],
+    environment: Mapping[str, str] = os.environ,
 ) -> ClusterConfig:
     """Return the settings that `arguments` ask for; `--help` prints and exits."""
     parsed = parser(command).parse_args(arguments)
@@ -143,7 +145,9 @@ def load(
 
 
 def to_yaml(config: ClusterConfig) -> str:
-    return yaml.safe_dump(msgspec.to_builtins(config, builtin_types=()), sort_keys=False)
+    return yaml.safe_dump(
+        msgspec.to_builtins(config, builtin_types=()), sort_keys=False
+    )
 
 
 class SettingsInMemory:
@@ -157,7 +161,8 @@ class SettingsInMemory:
         self._file = os.fdopen(descriptor, "w", encoding="utf-8")
         self._file.write(to_yaml(config))
         self._file.flush()
-        self.descriptors = (descriptor,)  # that a child must be given, with the same number
+        # That a child must be given, with the same number.
+        self.descriptors = (descriptor,)
         self.path = f"/proc/self/fd/{descriptor}"
 
     def close(self) -> None:
@@ -178,11 +183,15 @@ def checked(config: ClusterConfig) -> ClusterConfig:
     if not config.node.routers:
         raise ConfigError("node.routers is empty: name the router's control endpoint")
     if config.router.uds and config.router_processes > 1:
-        raise ConfigError("router.uds is the socket of one router: leave router_processes at 1")
+        raise ConfigError(
+            "router.uds is the socket of one router: leave router_processes at 1"
+        )
     if config.router.uds and config.router.speaks_tls:
         raise ConfigError("router.uds serves http alone: leave out router.ssl_certfile")
     if not all(config.router.api_keys):
-        raise ConfigError("router.api_keys has an empty key: no client could be told from others")
+        raise ConfigError(
+            "router.api_keys has an empty key: no client could be told from others"
+        )
     if config.router.ssl_keyfile and not config.router.ssl_certfile:
         raise ConfigError(
             "router.ssl_keyfile is set without router.ssl_certfile: name the certificate with "
@@ -199,8 +208,12 @@ def parser(command: Subcommand) -> FlagParser:
         description=command.description,
     )
     built.foreign = FOREIGN_FLAGS
-    built.add_argument("folder", metavar="MODEL", nargs="?", help="the same as --model MODEL")
-    built.add_argument("--config", metavar="FILE", help="YAML file of settings; flags override it")
+    built.add_argument(
+        "folder", metavar="MODEL", nargs="?", help="the same as --model MODEL"
+    )
+    built.add_argument(
+        "--config", metavar="FILE", help="YAML file of settings; flags override it"
+    )
     built.add_argument(
         "--set",
         action="append",
@@ -208,7 +221,9 @@ def parser(command: Subcommand) -> FlagParser:
         metavar="A.B=C",
         help="set any setting by its dotted name; this overrides flags and may be repeated",
     )
-    fields = [field for field in fields_of(ClusterConfig) if field.section in command.sections]
+    fields = [
+        field for field in fields_of(ClusterConfig) if field.section in command.sections
+    ]
     built.add_settings(fields, flags_of, lambda field: field.section or "cluster")
     return built
 
@@ -230,7 +245,10 @@ def ignored_variables(environment: Mapping[str, str] = os.environ) -> Iterator[s
     known = [*map(variable_of, fields_of(ClusterConfig)), *OTHER_VARIABLES]
     for name in sorted(environment):
         if name.startswith(VARIABLE_PREFIX) and name not in known:
-            hint = did_you_mean(name, known, VARIABLE_PREFIX) or "; docs/config.md lists them"
+            hint = (
+                did_you_mean(name, known, VARIABLE_PREFIX)
+                or "; docs/config.md lists them"
+            )
             yield f"the variable {name} is ignored, because no setting has this name{hint}"
 
 
@@ -251,7 +269,9 @@ def values_of(content: object, where: str) -> dict[str, object]:
     """
     known = {field.name: field for field in fields_of(ClusterConfig)}
     if not isinstance(content, dict):
-        raise ConfigError(f"{where}: expected settings as `name: value`, got {content!r}")
+        raise ConfigError(
+            f"{where}: expected settings as `name: value`, got {content!r}"
+        )
     sections = {field.section for field in known.values()} - {""}
     leaves: dict[str, object] = {}
     for key, value in content.items():
@@ -260,12 +280,16 @@ def values_of(content: object, where: str) -> dict[str, object]:
         elif isinstance(value, dict):
             leaves |= {f"{key}.{inner}": leaf for inner, leaf in value.items()}
         else:
-            raise ConfigError(f"{where}: {key} is a section; write its settings below it")
+            raise ConfigError(
+                f"{where}: {key} is a section; write its settings below it"
+            )
     for name in leaves:
         if name not in known:
             raise _unknown(f"{where}: {name}", name, [*known, *sections])
     return {name: known[name].from_yaml(leaf) for name, leaf in leaves.items()}
 
 
-def _unknown(shown: str, name: str, known: Sequence[str] | Mapping[str, Field]) -> ConfigError:
+def _unknown(
+    shown: str, name: str, known: Sequence[str] | Mapping[str, Field]
+) -> ConfigError:
     return ConfigError(f"unknown setting {shown}{did_you_mean(name, known)}")

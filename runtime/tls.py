@@ -40,7 +40,8 @@ def server_context(router: RouterConfig) -> ssl.SSLContext | None:
 
 def renew(context: ssl.SSLContext, router: RouterConfig) -> None:
     """Serve new connections with the certificate that the files have now. Raises `ConfigError`."""
-    server_context(router)  # a certificate that cannot be used must not replace the old one
+    # A certificate that cannot be used must not replace the old one.
+    server_context(router)
     cert = router.ssl_certfile
     context.load_cert_chain(cert, router.ssl_keyfile or cert, _refuse_password)
 

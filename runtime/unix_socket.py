@@ -48,7 +48,9 @@ def bind_socket(path: str) -> socket.socket:
         bound.close()
         why = error.strerror or str(error)
         if error.errno == errno.EADDRINUSE:
-            why = "another file is there, or a server listens on it: choose another path"
+            why = (
+                "another file is there, or a server listens on it: choose another path"
+            )
         raise ConfigError(f"cannot listen on {path} (router.uds): {why}") from error
     return bound
 
@@ -67,7 +69,8 @@ def remove_left_socket(path: str) -> None:
             probe.connect(path)
         except ConnectionRefusedError:
             Path(path).unlink(missing_ok=True)
-        except OSError:  # not ours to judge, such as one of another user, or with a full backlog
+        # Not ours to judge, such as one of another user, or with a full backlog.
+        except OSError:
             return
 
 
@@ -92,6 +95,8 @@ def connection_to(
         return SocketConnection(url.removeprefix(SCHEME), timeout_s), ""
     parts = urlsplit(url)
     if parts.scheme == "https":
-        secure = http.client.HTTPSConnection(parts.netloc, timeout=timeout_s, context=tls)
+        secure = http.client.HTTPSConnection(
+            parts.netloc, timeout=timeout_s, context=tls
+        )
         return secure, parts.path
     return http.client.HTTPConnection(parts.netloc, timeout=timeout_s), parts.path

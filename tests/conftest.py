@@ -28,7 +28,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # How long an example takes says how busy the machine is, and nothing else. A property that names no
 # number of examples gets these; `--hypothesis-profile=release` is what `make test-release` takes.
 settings.register_profile(
-    "baton", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
+    "baton",
+    deadline=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile("release", settings.get_profile("baton"), max_examples=1000)
 settings.load_profile("baton")
@@ -66,7 +69,9 @@ def pytest_handlecrashitem(report: Any) -> None:
     how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
     stacks = Path(report.node.workerinput["stacks"]).read_text(errors="replace")
     kills = out_of_memory_kills() - OUT_OF_MEMORY_KILLS
-    report.longrepr = f"{how}, {kills} kills for lack of memory: {report.longrepr}\n{stacks}"
+    report.longrepr = (
+        f"{how}, {kills} kills for lack of memory: {report.longrepr}\n{stacks}"
+    )
 
 
 def out_of_memory_kills() -> int:
@@ -114,7 +119,10 @@ def logging_as_it_was() -> Iterator[None]:
     """Undo what a command that a test runs in this process does to the logging of its process."""
     names = ("", "baton")
     before = [(name, list(logging.getLogger(name).handlers)) for name in names]
-    state = [(logging.getLogger(name).level, logging.getLogger(name).propagate) for name in names]
+    state = [
+        (logging.getLogger(name).level, logging.getLogger(name).propagate)
+        for name in names
+    ]
     hooks = sys.excepthook, threading.excepthook
     yield
     logging.captureWarnings(False)
@@ -131,7 +139,9 @@ def pytest_runtest_makereport(
     item: pytest.Item,
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    may_skip = hasattr(report, "wasxfail") or item.get_closest_marker("release") is not None
+    may_skip = (
+        hasattr(report, "wasxfail") or item.get_closest_marker("release") is not None
+    )
     if report.skipped and not may_skip and skips_fail(item.path):
         fail(report)
     return report
@@ -152,6 +162,8 @@ def skips_fail(path: Path) -> bool:
 
 
 def fail(report: pytest.TestReport | pytest.CollectReport) -> None:
-    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+    reason = (
+        report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+    )
     report.outcome = "failed"
     report.longrepr = f"skipped, which CI does not accept here: {reason}"

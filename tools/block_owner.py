@@ -81,13 +81,19 @@ class BlockReader:
     """One transport through its agent, as a node uses it, into a pool with blocks of that size."""
 
     def __init__(
-        self, pool: HostPool | DevicePool, transport: str, owner: RankAddress, owned: Owned
+        self,
+        pool: HostPool | DevicePool,
+        transport: str,
+        owner: RankAddress,
+        owned: Owned,
     ) -> None:
         config = TransferConfig(transport=transport)  # type: ignore[arg-type]
         self._transport = transport
         self._port: TransferAgent = make_port(pool, READER, config)
         whole = BlockSlice(0, 0, owned.block_bytes)
-        self._port.send(AddPeer(RANK, transport, owner, owned.num_blocks, owned.block_bytes, whole))
+        self._port.send(
+            AddPeer(RANK, transport, owner, owned.num_blocks, owned.block_bytes, whole)
+        )
         if not isinstance(event := self._event(), PeerUp):
             self.close()
             raise NodeError(f"{transport} does not connect: {event}")
@@ -107,7 +113,9 @@ class BlockReader:
         deadline_s = monotonic() + READ_TIMEOUT_S
         while not (events := self._port.poll()):
             if monotonic() > deadline_s:
-                raise NodeError(f"{self._transport} did not answer within {READ_TIMEOUT_S:g} s")
+                raise NodeError(
+                    f"{self._transport} did not answer within {READ_TIMEOUT_S:g} s"
+                )
             select.select([self._port.fileno()], [], [], 1.0)
         return events[0]
 
@@ -117,16 +125,24 @@ def words_of(pool: HostPool) -> NDArray[np.int32]:
     return np.frombuffer(pool.buffer, np.int32).reshape(pool.shape.num_blocks, -1)
 
 
-def device_pool(device: str, num_blocks: int, block_bytes: int) -> tuple[DevicePool, "Tensor"]:
+def device_pool(
+    device: str, num_blocks: int, block_bytes: int
+) -> tuple[DevicePool, "Tensor"]:
     """Return a pool of zeros in a GPU's memory, and its blocks: [num_blocks, words] int32."""
     import torch
 
     from baton.model.runner.peer_memory import CudaPeerMemory
 
-    words = torch.zeros(num_blocks + 1, block_bytes // 4, dtype=torch.int32, device=device)
+    words = torch.zeros(
+        num_blocks + 1, block_bytes // 4, dtype=torch.int32, device=device
+    )
     blocks = words[:num_blocks]
-    memory = PoolMemory(blocks.data_ptr(), num_blocks, block_bytes, str(blocks.device), 1)
-    return DevicePool(memory, HostPool(num_blocks, 0), CudaPeerMemory(blocks, num_blocks)), blocks
+    memory = PoolMemory(
+        blocks.data_ptr(), num_blocks, block_bytes, str(blocks.device), 1
+    )
+    return DevicePool(
+        memory, HostPool(num_blocks, 0), CudaPeerMemory(blocks, num_blocks)
+    ), blocks
 
 
 def marks(block_ids: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
@@ -134,7 +150,9 @@ def marks(block_ids: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
     return (np.asarray(block_ids, np.int64) * 37 % 251 + 1).astype(np.int32)
 
 
-def wrong_blocks(pool: HostPool, remote: NDArray[np.int32], local: NDArray[np.int32]) -> int:
+def wrong_blocks(
+    pool: HostPool, remote: NDArray[np.int32], local: NDArray[np.int32]
+) -> int:
     """Return how many of the blocks `local` differ from the owner's blocks `remote`."""
     return int((words_of(pool)[local] != marks(remote)[:, None]).any(axis=1).sum())
 
@@ -155,7 +173,10 @@ def main(arguments: Sequence[str]) -> int:
         pool, blocks = device_pool(owned.device, owned.num_blocks, owned.block_bytes)
         blocks.copy_(torch.from_numpy(marked).expand(blocks.shape))
         torch.cuda.synchronize()  # the parent reads at once
-    ports = [make_port(pool, OWNER, TransferConfig(transport=name)) for name in owned.transports]
+    ports = [
+        make_port(pool, OWNER, TransferConfig(transport=name))
+        for name in owned.transports
+    ]
     metadata: dict[str, bytes] = {}
     for port in ports:
         metadata |= port.address().metadata

@@ -54,7 +54,9 @@ class Arguments(msgspec.Struct):
 
 def rows_of(path: Path, skip: int, num: int) -> list[Row]:
     with path.open("rb") as lines:
-        kept = [line for number, line in enumerate(lines) if skip <= number < skip + num]
+        kept = [
+            line for number, line in enumerate(lines) if skip <= number < skip + num
+        ]
     rows = [msgspec.json.decode(line, type=Row) for line in kept]
     return [Row(row.hash_ids[:MAX_IDS]) for row in rows]
 
@@ -100,15 +102,21 @@ def cluster(options: Arguments, num_prefixes: int, folder: str) -> ClusterConfig
     )
 
 
-async def cached_tokens(llm: AsyncLLM, options: Arguments, rows: list[Row]) -> tuple[int, int, int]:
+async def cached_tokens(
+    llm: AsyncLLM, options: Arguments, rows: list[Row]
+) -> tuple[int, int, int]:
     """Return the tokens of all prompts, of those the cached ones, and of those the ones read."""
     totals = [0, 0, 0]
     left: Iterator[Row] = iter(rows)
 
     async def client() -> None:
         for row in left:
-            prompt = [one for i in row.hash_ids for one in tokens_of(i, options.id_tokens)]
-            params = SamplingParams(temperature=0, max_tokens=options.outputs, ignore_eos=True)
+            prompt = [
+                one for i in row.hash_ids for one in tokens_of(i, options.id_tokens)
+            ]
+            params = SamplingParams(
+                temperature=0, max_tokens=options.outputs, ignore_eos=True
+            )
             last = None
             async for output in llm.generate(prompt, params):
                 last = output
@@ -145,14 +153,22 @@ async def measure(options: Arguments) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.cached_share", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.cached_share", description=__doc__
+    )
     parser.add_argument("trace", help="a file of JSON lines with hash_ids")
-    parser.add_argument("--model", default=DEMO_MODEL, help="the folder of another model")
+    parser.add_argument(
+        "--model", default=DEMO_MODEL, help="the folder of another model"
+    )
     parser.add_argument("--requests", type=int, default=1000, help="rows to send")
     parser.add_argument("--skip", type=int, default=0, help="rows before the first one")
     parser.add_argument("--id-tokens", type=int, default=32, help="tokens of an id")
-    parser.add_argument("--outputs", type=int, default=2, help="tokens of each response")
-    parser.add_argument("--pool-share", type=float, default=0.1, help="of all blocks, in each pool")
+    parser.add_argument(
+        "--outputs", type=int, default=2, help="tokens of each response"
+    )
+    parser.add_argument(
+        "--pool-share", type=float, default=0.1, help="of all blocks, in each pool"
+    )
     parser.add_argument("--at-once", type=int, default=4)
     parser.add_argument("--folder", action=argparse.BooleanOptionalAction, default=True)
     options = msgspec.convert(vars(parser.parse_args(arguments)), Arguments)

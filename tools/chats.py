@@ -15,8 +15,21 @@ from contextlib import AsyncExitStack
 import aiohttp
 import msgspec
 
-from baton.protocol.config import CacheConfig, ClusterConfig, EngineConfig, ModelConfig, PrefixReads
-from tools.demo_client import DEMO_MODEL, SERVED_NAME, Reply, ask, cluster_at, random_prompt
+from baton.protocol.config import (
+    CacheConfig,
+    ClusterConfig,
+    EngineConfig,
+    ModelConfig,
+    PrefixReads,
+)
+from tools.demo_client import (
+    DEMO_MODEL,
+    SERVED_NAME,
+    Reply,
+    ask,
+    cluster_at,
+    random_prompt,
+)
 
 NUM_NEW, NUM_OUTPUT = 200, 150  # tokens of a turn
 PAUSE_S = 0.3  # in which a client reads the response
@@ -28,7 +41,9 @@ class Turn(msgspec.Struct):
     reply: Reply
 
 
-async def chat(client: aiohttp.ClientSession, url: str, seed: str, num_turns: int) -> list[Turn]:
+async def chat(
+    client: aiohttp.ClientSession, url: str, seed: str, num_turns: int
+) -> list[Turn]:
     source = random.Random(seed)
     history: list[int] = []
     turns = []
@@ -78,23 +93,35 @@ class Arguments(msgspec.Struct):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.chats", description=__doc__)
-    parser.add_argument("--model", default=DEMO_MODEL, help="the folder of another model")
+    parser.add_argument(
+        "--model", default=DEMO_MODEL, help="the folder of another model"
+    )
     parser.add_argument("--chats", type=int, default=32, help="at once")
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     options = msgspec.convert(vars(parser.parse_args(arguments)), Arguments)
-    found = asyncio.run(measure(options.model, options.chats, options.turns, options.rounds))
-    print(f"turns 2 to {options.turns}, by round: prompt tokens computed in a turn, of which")
-    print(f"{NUM_NEW} are new; ms to the first token, p50; cached share of the prompt tokens")
+    found = asyncio.run(
+        measure(options.model, options.chats, options.turns, options.rounds)
+    )
+    print(
+        f"turns 2 to {options.turns}, by round: prompt tokens computed in a turn, of which"
+    )
+    print(
+        f"{NUM_NEW} are new; ms to the first token, p50; cached share of the prompt tokens"
+    )
     for kind, rounds in found.items():
         for turns in rounds:
             replies = [turn.reply for turn in turns]
             later = [turn.reply for turn in turns if turn.number > 0]
-            num_computed = statistics.mean(r.num_prompt_tokens - r.num_cached_tokens for r in later)
+            num_computed = statistics.mean(
+                r.num_prompt_tokens - r.num_cached_tokens for r in later
+            )
             num_cached = sum(reply.num_cached_tokens for reply in replies)
             share = num_cached / sum(reply.num_prompt_tokens for reply in replies)
             first_ms = 1000 * statistics.median(reply.first_s for reply in later)
-            print(f"prefix_reads {kind:5}  {num_computed:.0f}  {first_ms:.0f}  {share:.3f}")
+            print(
+                f"prefix_reads {kind:5}  {num_computed:.0f}  {first_ms:.0f}  {share:.3f}"
+            )
     return 0
 
 

@@ -72,5 +72,7 @@ async def ask(
                 reply.token_ids += choice.get("token_ids") or []
             if usage := chunk.get("usage"):
                 reply.num_prompt_tokens = usage["prompt_tokens"]
-                reply.num_cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+                reply.num_cached_tokens = usage["prompt_tokens_details"][
+                    "cached_tokens"
+                ]
     return reply

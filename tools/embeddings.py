@@ -34,7 +34,12 @@ def write_folder(model: Path, folder: Path) -> None:
     """Copy a model's folder, with the files that make its last token the embedding."""
     shutil.copytree(model, folder, dirs_exist_ok=True)
     modules = [
-        {"idx": index, "name": name, "path": path, "type": f"sentence_transformers.models.{name}"}
+        {
+            "idx": index,
+            "name": name,
+            "path": path,
+            "type": f"sentence_transformers.models.{name}",
+        }
         for index, (path, name) in enumerate(MODULES)
     ]
     (folder / "modules.json").write_text(json.dumps(modules))
@@ -55,16 +60,22 @@ def sentence_transformers(folder: Path, dtype: str) -> Embed | None:
         return None
     package = importlib.import_module("sentence_transformers")
     keywords = {"dtype": getattr(torch, dtype)}
-    model = package.SentenceTransformer(str(folder), device="cpu", model_kwargs=keywords)
+    model = package.SentenceTransformer(
+        str(folder), device="cpu", model_kwargs=keywords
+    )
 
     def embed(texts: list[str]) -> Sequence[Sequence[float]]:
-        rows: list[list[float]] = model.encode(texts, convert_to_tensor=True).float().tolist()
+        rows: list[list[float]] = (
+            model.encode(texts, convert_to_tensor=True).float().tolist()
+        )
         return rows
 
     return embed
 
 
-def measure(arms: dict[str, Embed], texts: list[str], rounds: int) -> dict[str, list[float]]:
+def measure(
+    arms: dict[str, Embed], texts: list[str], rounds: int
+) -> dict[str, list[float]]:
     """Return embeddings per second of each arm, by round."""
     found: dict[str, list[float]] = {name: [] for name in arms}
     for embed in arms.values():
@@ -89,7 +100,9 @@ def measure(arms: dict[str, Embed], texts: list[str], rounds: int) -> dict[str, 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.embeddings", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.embeddings", description=__doc__
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--texts", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
@@ -106,7 +119,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with LLM(folder, dtype=given.dtype, decode=0) as llm:
 
             def embed(texts: list[str]) -> Sequence[Sequence[float]]:
-                return [one.outputs.embedding for one in llm.embed(texts, use_tqdm=False)]
+                return [
+                    one.outputs.embedding for one in llm.embed(texts, use_tqdm=False)
+                ]
 
             arms: dict[str, Embed] = {"baton": embed}
             if (other := sentence_transformers(folder, given.dtype)) is not None:

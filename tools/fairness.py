@@ -38,7 +38,9 @@ def client_at(address: str) -> aiohttp.ClientSession:
     )
 
 
-async def seconds_to_first(client: aiohttp.ClientSession, url: str, prompt: list[int]) -> float:
+async def seconds_to_first(
+    client: aiohttp.ClientSession, url: str, prompt: list[int]
+) -> float:
     reply = await ask(client, url, prompt, OUTPUT_LEN)
     if reply.status != 200:
         raise RuntimeError(f"the polite client got {reply.status}")
@@ -67,7 +69,9 @@ async def flood(url: str, rate: float, seconds: float) -> None:
         while (passed_s := time.perf_counter() - began_s) < seconds:
             while sent < passed_s * rate:
                 prompt = prompts[sent % len(prompts)]
-                group.create_task(ask(client, url, prompt, OUTPUT_LEN, is_streamed=False))
+                group.create_task(
+                    ask(client, url, prompt, OUTPUT_LEN, is_streamed=False)
+                )
                 sent += 1
             await asyncio.sleep(0.01)
 
@@ -79,7 +83,9 @@ def run_flood(url: str, rate: float, seconds: float) -> None:
 async def beside(url: str, flooded: str, rate: float, seconds: float) -> float:
     """Return what a polite client at `url` sees while a process of its own floods `flooded`."""
     spawn = multiprocessing.get_context("spawn")
-    process = spawn.Process(target=run_flood, args=(flooded, rate, LEAD_S + seconds), daemon=True)
+    process = spawn.Process(
+        target=run_flood, args=(flooded, rate, LEAD_S + seconds), daemon=True
+    )
     process.start()
     await asyncio.sleep(LEAD_S)
     median_s = await be_polite(url, seconds)
@@ -87,7 +93,9 @@ async def beside(url: str, flooded: str, rate: float, seconds: float) -> float:
     return median_s
 
 
-async def measure(rate: float, seconds: float, rounds: int) -> list[tuple[float, float, float]]:
+async def measure(
+    rate: float, seconds: float, rounds: int
+) -> list[tuple[float, float, float]]:
     """Return the median of each round: alone, beside the other cluster, beside the same one."""
     config = ClusterConfig(
         model=ModelConfig(path=DEMO_MODEL, served_model_name=SERVED_NAME),
@@ -114,8 +122,12 @@ class Arguments(msgspec.Struct):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.fairness", description=__doc__)
-    parser.add_argument("--rate", type=float, default=120.0, help="requests of the flood a second")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.fairness", description=__doc__
+    )
+    parser.add_argument(
+        "--rate", type=float, default=120.0, help="requests of the flood a second"
+    )
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--rounds", type=int, default=3)
     options = msgspec.convert(vars(parser.parse_args(arguments)), Arguments)
@@ -124,7 +136,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for alone_s, other_s, same_s in asyncio.run(
         measure(options.rate, options.seconds, options.rounds)
     ):
-        milliseconds = [f"{1000 * seconds:.1f}" for seconds in (alone_s, other_s, same_s)]
+        milliseconds = [
+            f"{1000 * seconds:.1f}" for seconds in (alone_s, other_s, same_s)
+        ]
         print(*milliseconds, f"{same_s / other_s:.2f}", sep="  ")
     return 0
 

@@ -38,7 +38,11 @@ class Case(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        return f"decode {self.batch} x {self.context}" if self.batch else f"prompt {self.context}"
+        return (
+            f"decode {self.batch} x {self.context}"
+            if self.batch
+            else f"prompt {self.context}"
+        )
 
     def plans(self) -> list[StepPlan]:
         if self.batch:
@@ -61,14 +65,18 @@ def measure_steps(
     """Yield the row of each case as soon as it is measured."""
     keep_freed_memory()
     torch.set_num_threads(threads)
-    num_blocks = max(max(1, case.batch) * -(-case.context // BLOCK_SIZE) for case in cases)
+    num_blocks = max(
+        max(1, case.batch) * -(-case.context // BLOCK_SIZE) for case in cases
+    )
     config = ClusterConfig(
         model=ModelConfig(path=str(model)),
         cache=CacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE),
         engine=EngineConfig(device="cpu", threads=threads),
     )
     plan = plan_rank(config, 1)
-    assert isinstance(plan.decoder, DecoderConfig), "the floors are those of baton's own decoder"
+    assert isinstance(plan.decoder, DecoderConfig), (
+        "the floors are those of baton's own decoder"
+    )
     assert plan.decoder.experts is None, "the floors are those of dense layers"
     runner, pool = load_runner(plan, config, SingleRank(), lambda *_: None)
     # The CPU time of one thread, else the clock's.
@@ -83,7 +91,9 @@ def measure_steps(
             pool.close()
 
 
-def _measure_step(runner: Runner, floor: "StepFloors", case: Case, rounds: int) -> StepRow:
+def _measure_step(
+    runner: Runner, floor: "StepFloors", case: Case, rounds: int
+) -> StepRow:
     plans = case.plans()
     steps = []
     floors = []
@@ -105,7 +115,9 @@ def _measure_step(runner: Runner, floor: "StepFloors", case: Case, rounds: int) 
 class StepFloors:
     """The least time of a case, measured anew at every call."""
 
-    def __init__(self, config: DecoderConfig, runner: Runner, now: Callable[[], float]) -> None:
+    def __init__(
+        self, config: DecoderConfig, runner: Runner, now: Callable[[], float]
+    ) -> None:
         self._config = config
         self._now = now
         *self._layers, self._head = runner.decoder.linears()
@@ -113,14 +125,22 @@ class StepFloors:
         self._token_bytes = runner.cache.pool[0].nbytes // BLOCK_SIZE
         self._memory = torch.ones(READ_BYTES // 8, dtype=torch.int64)
         self._queries = torch.randn(config.num_heads, CHUNK, config.head_dim).bfloat16()
-        self._keys = torch.randn(config.num_heads, config.head_dim, 4 * CHUNK).bfloat16()
+        self._keys = torch.randn(
+            config.num_heads, config.head_dim, 4 * CHUNK
+        ).bfloat16()
 
     def seconds(self, case: Case) -> float:
         if case.batch:
             num_bytes = case.batch * case.context * self._token_bytes
             read_s = self.time(self._memory.sum) * num_bytes / READ_BYTES
-            return self._products_s(case.batch, case.batch) + self._head_s(case.batch) + read_s
-        chunks = [min(CHUNK, case.context - start) for start in range(0, case.context, CHUNK)]
+            return (
+                self._products_s(case.batch, case.batch)
+                + self._head_s(case.batch)
+                + read_s
+            )
+        chunks = [
+            min(CHUNK, case.context - start) for start in range(0, case.context, CHUNK)
+        ]
         products_s = sum(self._products_s(num_rows, 0) for num_rows in chunks[:-1])
         products_s += self._products_s(chunks[-1], 1) + self._head_s(1)
         # Queries by keys, then weights by values; each query sees half of the keys. The last layer
@@ -174,22 +194,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("model", type=Path, help="Hugging Face folder")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
-        "--prompts", type=int, nargs="*", default=[512, 2048, 8192], help="tokens of each prompt"
+        "--prompts",
+        type=int,
+        nargs="*",
+        default=[512, 2048, 8192],
+        help="tokens of each prompt",
     )
     parser.add_argument(
-        "--batches", type=int, nargs="*", default=[1, 8, 32, 64], help="sequences of a decode step"
+        "--batches",
+        type=int,
+        nargs="*",
+        default=[1, 8, 32, 64],
+        help="sequences of a decode step",
     )
     parser.add_argument(
-        "--contexts", type=int, nargs="*", default=[128, 1024, 4096], help="tokens of each sequence"
+        "--contexts",
+        type=int,
+        nargs="*",
+        default=[128, 1024, 4096],
+        help="tokens of each sequence",
     )
     parser.add_argument("--rounds", type=int, default=5, help="repetitions")
     given = parser.parse_args(arguments)
     cases = [Case(0, length) for length in given.prompts]
-    cases += [Case(batch, context) for batch in given.batches for context in given.contexts]
+    cases += [
+        Case(batch, context) for batch in given.batches for context in given.contexts
+    ]
     print("| step | ms | floor ms | multiple |\n|---|---|---|---|")
     for row in measure_steps(given.model, given.threads, cases, given.rounds):
         figures = (row.step_ms, row.floor_ms, row.multiple)
-        print(f"| {row.case.name} | {' | '.join(f'{one:.2f}' for one in figures)} |", flush=True)
+        print(
+            f"| {row.case.name} | {' | '.join(f'{one:.2f}' for one in figures)} |",
+            flush=True,
+        )
     return 0
 
 

@@ -74,7 +74,12 @@ def density_of(paths: Sequence[Path]) -> Density:
         for number, line in enumerate(source.splitlines(), 1):
             code = line.strip()
             is_import = code.startswith(("import ", "from "))
-            if code and number not in docstrings and not is_import and not code.startswith("#"):
+            if (
+                code
+                and number not in docstrings
+                and not is_import
+                and not code.startswith("#")
+            ):
                 density.num_lines += 1
                 density.num_chars += len(code)
     return density
@@ -95,12 +100,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     root = Path(words[0]) if words else REPOSITORY
     print("| room | files | lines |\n|---|---|---|")
     for room in (*SHIPPED, *OTHERS):
-        lengths = [len(path.read_text().splitlines()) for path in python_files(root, room)]
+        lengths = [
+            len(path.read_text().splitlines()) for path in python_files(root, room)
+        ]
         print(f"| {room} | {len(lengths)} | {sum(lengths)} |")
     print("\n| measure | now | aim |\n|---|---|---|")
     for title, now, aim in _measures(root):
         print(f"| {title} | {now} | {aim} |")
-    stale = [item for count in read_counts().values() for item in missing_items(count, root)]
+    stale = [
+        item for count in read_counts().values() for item in missing_items(count, root)
+    ]
     if stale:
         print(f"\n{LISTS.name} names what is gone: {', '.join(stale)}", file=sys.stderr)
     return 1 if stale else 0
@@ -112,8 +121,14 @@ def _measures(root: Path) -> Iterator[tuple[str, str, str]]:
     yield f"source folders of more than {MAX_FILES} Python files", shown or "0", "0"
     for count in read_counts().values():
         yield count.title, str(count.now), str(count.aim)
-    density = density_of([path for room in SHIPPED for path in python_files(root, room)])
-    yield "characters in a code line", f"{density.num_chars / density.num_lines:.1f}", "34"
+    density = density_of(
+        [path for room in SHIPPED for path in python_files(root, room)]
+    )
+    yield (
+        "characters in a code line",
+        f"{density.num_chars / density.num_lines:.1f}",
+        "34",
+    )
     yield "`# fmt: skip`", str(density.num_skips), "12"
     per_thousand = 1000 * density.num_pairs / density.num_lines
     yield "parallel assignments in 1,000 code lines", f"{per_thousand:.1f}", "4"

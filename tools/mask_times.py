@@ -31,17 +31,28 @@ ITEM: dict[str, object] = {
 SCHEMA: dict[str, object] = {
     "type": "object",
     "required": ["id", "items"],
-    "properties": {"id": {"type": "integer"}, "items": {"type": "array", "items": ITEM}},
+    "properties": {
+        "id": {"type": "integer"},
+        "items": {"type": "array", "items": ITEM},
+    },
 }
-ITEMS = [{"name": f"a garden chair {i}", "price": 12.5 + i, "tags": ["new"]} for i in range(20)]
+ITEMS = [
+    {"name": f"a garden chair {i}", "price": 12.5 + i, "tags": ["new"]}
+    for i in range(20)
+]
 DOCUMENT = json.dumps({"id": 7, "items": ITEMS})
 
 
 def main(folder: Path, vocab_size: int) -> None:
     ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(DOCUMENT).ids
-    vocab_size = vocab_size or Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
+    vocab_size = (
+        vocab_size
+        or Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
+    )
     sampling = Sampling(
-        seed=0, max_tokens=9999, grammar=checked_grammar(StructuredOutputsParams(json=SCHEMA))
+        seed=0,
+        max_tokens=9999,
+        grammar=checked_grammar(StructuredOutputsParams(json=SCHEMA)),
     )
     masks = TokenMasks(folder, vocab_size, (1,))
     for batch in (1, 8, 64):
@@ -58,7 +69,9 @@ def main(folder: Path, vocab_size: int) -> None:
                 part = Slice(key, position, 1, (), (), (0,), sampling, 0, past)
                 mask: Words | NoMask | None = NoMask()
                 while isinstance(mask, NoMask):  # until the grammar is compiled
-                    mask = masks.mask(part, (ids[position],) if position >= 0 else (), ())
+                    mask = masks.mask(
+                        part, (ids[position],) if position >= 0 else (), ()
+                    )
                 assert mask is not None, "the grammar limits the ids"
                 found.append(mask)
             masked_s = perf_counter()
@@ -68,7 +81,9 @@ def main(folder: Path, vocab_size: int) -> None:
                 mask_s = mask_s + masked_s - begun_s
                 apply_s = apply_s + perf_counter() - masked_s
         num = len(ids) * batch / 1e6
-        print(f"{vocab_size} ids, batch {batch}: {mask_s / num:.0f} + {apply_s / num:.0f} us/token")
+        print(
+            f"{vocab_size} ids, batch {batch}: {mask_s / num:.0f} + {apply_s / num:.0f} us/token"
+        )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,9 @@ WEIGHT_SCALE = 0.03
 EMBEDDING_SCALE = 0.5
 END = "<|end|>"
 END_ID = 0
-CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+)
 
 # Small enough for two CPU cores, and large enough that the arithmetic is most of a step.
 SIZES = {
@@ -63,7 +65,9 @@ def write_model(folder: Path, shape: Shape, device: torch.device) -> None:
         "model_max_length": MAX_POSITIONS,
         "chat_template": CHAT_TEMPLATE,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=2) + "\n")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(tokenizer_config, indent=2) + "\n"
+    )
     tokenizer(shape.vocab_size).save(str(folder / "tokenizer.json"))
 
 
@@ -72,7 +76,9 @@ def tokenizer(vocab_size: int) -> Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [END, *alphabet]
     words += [f"w{number}" for number in range(len(words), vocab_size)]
-    made = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, []))
+    made = Tokenizer(
+        models.BPE({word: number for number, word in enumerate(words)}, [])
+    )
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([AddedToken(END, special=True)])
@@ -90,14 +96,22 @@ def in_four_bits(folder: Path) -> None:
         groups = weight.float().unflatten(1, (-1, 128))
         scales = (groups.abs().amax(2) / 7.5).bfloat16()
         numbers = (groups / scales.float()[..., None]).round().clamp(-8, 7).int() + 8
-        parts = numbers.view(len(weight), -1, 8) << torch.arange(0, 32, 4, dtype=torch.int32)
+        parts = numbers.view(len(weight), -1, 8) << torch.arange(
+            0, 32, 4, dtype=torch.int32
+        )
         found |= {
             f"{name}_packed": parts.sum(2, dtype=torch.int32),
             f"{name}_scale": scales,
             f"{name}_shape": torch.tensor(weight.shape),
         }
     save_file(found, file, metadata={"format": "pt"})
-    how = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+    how = {
+        "num_bits": 4,
+        "type": "int",
+        "strategy": "group",
+        "group_size": 128,
+        "symmetric": True,
+    }
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {
         "quant_method": "compressed-tensors",
@@ -109,10 +123,16 @@ def in_four_bits(folder: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.random_model", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.random_model", description=__doc__
+    )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--size", choices=list(SIZES), default="30m", help="parameters, about")
-    parser.add_argument("--int4", action="store_true", help="weights of four bits, in groups")
+    parser.add_argument(
+        "--size", choices=list(SIZES), default="30m", help="parameters, about"
+    )
+    parser.add_argument(
+        "--int4", action="store_true", help="weights of four bits, in groups"
+    )
     given = parser.parse_args(arguments)
     try:
         write_model(given.folder, SIZES[given.size], torch.device("cpu"))

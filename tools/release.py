@@ -22,9 +22,13 @@ _UNRELEASED = "unreleased"
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.release", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.release", description=__doc__
+    )
     parser.add_argument("version", help="the version of the release, such as 0.2.0")
-    parser.add_argument("--do", action="store_true", help="do it; without this, nothing changes")
+    parser.add_argument(
+        "--do", action="store_true", help="do it; without this, nothing changes"
+    )
     given = parser.parse_args(words)
     problems = problems_of(REPOSITORY, given.version)
     for problem in problems:
@@ -58,7 +62,9 @@ def problems_of(root: Path, version: str) -> list[str]:
 def write_version(root: Path, version: str, today: date | None = None) -> None:
     """Write the version into the package, and the date into the changelog."""
     file = root / VERSION_FILE
-    file.write_text(_VERSION.sub(f'VERSION = "{version}"', file.read_text(encoding="utf-8")))
+    file.write_text(
+        _VERSION.sub(f'VERSION = "{version}"', file.read_text(encoding="utf-8"))
+    )
     changelog = root / "CHANGELOG.md"
     text = changelog.read_text(encoding="utf-8")
     dated = f"## {version} - {today or date.today()}"
@@ -73,11 +79,15 @@ def steps_of(version: str) -> list[list[str]]:
     builder = next((name for name in ("podman", "docker") if shutil.which(name)), None)
     if builder is not None:
         file = "deploy/containers/Dockerfile"
-        steps.append([builder, "build", "--file", file, "--tag", f"baton:{version}", "."])
+        steps.append(
+            [builder, "build", "--file", file, "--tag", f"baton:{version}", "."]
+        )
     chart = REPOSITORY / "deploy" / "chart"
     if chart.is_dir() and shutil.which("helm"):
         versions = ["--version", version, "--app-version", version]
-        steps.append(["helm", "package", str(chart), "--destination", "dist", *versions])
+        steps.append(
+            ["helm", "package", str(chart), "--destination", "dist", *versions]
+        )
     return [
         *steps,
         ["git", "commit", "--all", "--allow-empty", "--message", f"Release {version}"],
@@ -86,7 +96,9 @@ def steps_of(version: str) -> list[list[str]]:
 
 
 def _git(root: Path, *words: str) -> str:
-    done = subprocess.run(["git", *words], cwd=root, check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        ["git", *words], cwd=root, check=True, capture_output=True, text=True
+    )
     return done.stdout.strip()
 
 

@@ -79,7 +79,16 @@ class PlayedNode:
 
     def __init__(self, endpoint: str, name: str, role: Role) -> None:
         self.info = NodeInfo(
-            NodeId(name), Epoch("epoch"), role, "", 1 << 20, LAYOUT, (), "model", 1 << 18, 1 << 18
+            NodeId(name),
+            Epoch("epoch"),
+            role,
+            "",
+            1 << 20,
+            LAYOUT,
+            (),
+            "model",
+            1 << 18,
+            1 << 18,
         )
         self.running: dict[Key, Decode] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -90,7 +99,9 @@ class PlayedNode:
         loop.add_reader(self._heartbeats.fileno(), self._read)
 
     def join(self) -> None:
-        self._main.send(Hello(PROTOCOL_VERSION, self.info.node_id, self.info.role, self.info.epoch))
+        self._main.send(
+            Hello(PROTOCOL_VERSION, self.info.node_id, self.info.role, self.info.epoch)
+        )
         self._main.send(Ready(self.info))
         self._heartbeat()
 
@@ -100,7 +111,9 @@ class PlayedNode:
         for key, order in list(self.running.items()):
             prompt = order.token_ids
             first = 0 if index == 1 else index
-            token_ids = [prompt[number % len(prompt)] for number in range(first, index + 1)]
+            token_ids = [
+                prompt[number % len(prompt)] for number in range(first, index + 1)
+            ]
             is_last = index + 1 >= order.sampling.max_tokens
             reason: FinishReason | None = "length" if is_last else None
             entries.append(TokenEntry(key, len(prompt) + first, token_ids, reason))
@@ -115,7 +128,11 @@ class PlayedNode:
 
     def _dial(self, endpoint: str, identity: str) -> Dialer[ToRouter, ToNode]:
         return Dialer(
-            endpoint, identity.encode(), to_router_codec(), to_node_codec(), self._context
+            endpoint,
+            identity.encode(),
+            to_router_codec(),
+            to_node_codec(),
+            self._context,
         )
 
     def _read(self) -> None:
@@ -189,7 +206,9 @@ class StreamReader(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.opened.done():
-            self.opened.set_exception(exc or ConnectionError("the router closed a connection"))
+            self.opened.set_exception(
+                exc or ConnectionError("the router closed a connection")
+            )
 
 
 class CrowdPlayer:
@@ -198,12 +217,17 @@ class CrowdPlayer:
     def __init__(self, url: str, controls: list[str], num_decodes: int) -> None:
         host, port = url.removeprefix("http://").split(":")
         self._host, self._port = host, int(port)
-        self._prefills = [PlayedNode(control, "prefill-0", "prefill") for control in controls]
+        self._prefills = [
+            PlayedNode(control, "prefill-0", "prefill") for control in controls
+        ]
         self._decodes = [
             [PlayedNode(control, f"decode-{index}", "decode") for control in controls]
             for index in range(num_decodes)
         ]
-        for node in (*self._prefills, *(one for group in self._decodes for one in group)):
+        for node in (
+            *self._prefills,
+            *(one for group in self._decodes for one in group),
+        ):
             node.join()
         self._lags = Lags()
 
@@ -222,7 +246,9 @@ class CrowdPlayer:
                     offset_s = crowd.step_s * index / len(self._decodes)
                     group.create_task(self._step(nodes, crowd, began_s + offset_s))
         figures = _figures(self._lags.lags_s, time.monotonic() - began_s)
-        assert figures.num_ended or crowd.step_s is None, "no token was known by its stream's seed"
+        assert figures.num_ended or crowd.step_s is None, (
+            "no token was known by its stream's seed"
+        )
         self._lags = Lags()
         for reader in readers:
             assert reader.transport is not None
@@ -270,7 +296,9 @@ class CrowdPlayer:
                 writer.write(request)
                 head = await reader.readuntil(b"\r\n\r\n")
                 assert b" 200 " in head, head
-                length = head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0]
+                length = (
+                    head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0]
+                )
                 await reader.readexactly(int(length))
                 lags_s.append(time.monotonic() - at_s)
             writer.close()
@@ -292,7 +320,12 @@ class CrowdPlayer:
 
 def request_of(num_tokens: int, *, is_streamed: bool, seed: int = 0) -> bytes:
     """Return a request, whose connection stays open if it is a short one."""
-    fields = {"prompt": PROMPT, "max_tokens": num_tokens, "seed": seed, "stream": is_streamed}
+    fields = {
+        "prompt": PROMPT,
+        "max_tokens": num_tokens,
+        "seed": seed,
+        "stream": is_streamed,
+    }
     body = json.dumps(fields).encode()
     head = (
         "POST /v1/completions HTTP/1.1\r\nHost: router\r\n"

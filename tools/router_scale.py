@@ -46,7 +46,9 @@ class RouterFigures(msgspec.Struct, frozen=True):
 class Scene:
     """Routers and a player that are ready."""
 
-    def __init__(self, routers: list[psutil.Process], player: "subprocess.Popen[bytes]") -> None:
+    def __init__(
+        self, routers: list[psutil.Process], player: "subprocess.Popen[bytes]"
+    ) -> None:
         self._routers = routers
         self._player = player
         self._player_process = psutil.Process(player.pid)
@@ -138,7 +140,14 @@ def scene(model: str, num_routers: int) -> Iterator[Scene]:
             routers.append(psutil.Process(process.pid))
         url = f"http://127.0.0.1:{port}"
         player = subprocess.Popen(
-            [sys.executable, "-m", "tools.router_load", url, ",".join(controls), str(NUM_DECODES)],
+            [
+                sys.executable,
+                "-m",
+                "tools.router_load",
+                url,
+                ",".join(controls),
+                str(NUM_DECODES),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -166,13 +175,23 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.router_scale", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.router_scale", description=__doc__
+    )
     parser.add_argument("model", help="folder with a tokenizer.json")
-    parser.add_argument("--routers", default="1,2", help="numbers of router processes to try")
+    parser.add_argument(
+        "--routers", default="1,2", help="numbers of router processes to try"
+    )
     parser.add_argument("--idle", type=int, default=10_000, help="idle streams")
-    parser.add_argument("--streams", type=int, default=1000, help="streams of a token per 50 ms")
-    parser.add_argument("--rate", type=float, default=1500.0, help="short requests per second")
-    parser.add_argument("--seconds", type=float, default=15.0, help="length of each load")
+    parser.add_argument(
+        "--streams", type=int, default=1000, help="streams of a token per 50 ms"
+    )
+    parser.add_argument(
+        "--rate", type=float, default=1500.0, help="short requests per second"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=15.0, help="length of each load"
+    )
     given = parser.parse_args(arguments)
     loads = {
         "short requests": Crowd(0, given.seconds, rate=given.rate),

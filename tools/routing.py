@@ -58,7 +58,9 @@ def node(name: str, role: Role) -> NodeInfo:
     rank = RankAddress({"shm": b""})
     endpoint = "tcp://host" if role == "decode" else ""
     info = (NodeId(name), Epoch(f"{name}-e"), role, endpoint, 1 << 14, layout, (rank,))
-    return NodeInfo(*info, "model", 1 << 17, 1 << 17, reaches=("shm@host",), facts=facts)
+    return NodeInfo(
+        *info, "model", 1 << 17, 1 << 17, reaches=("shm@host",), facts=facts
+    )
 
 
 def cluster(num_nodes: int) -> Registry:
@@ -73,7 +75,11 @@ def cluster(num_nodes: int) -> Registry:
 
 
 def decisions_us(
-    num_nodes: int, num_tokens: int, holds: Holds, tiers: Sequence[TierName | None], num: int
+    num_nodes: int,
+    num_tokens: int,
+    holds: Holds,
+    tiers: Sequence[TierName | None],
+    num: int,
 ) -> list[float]:
     """Return the CPU time of each of `num` decisions, for prompts of so many tokens."""
     registry = cluster(num_nodes)
@@ -86,7 +92,9 @@ def decisions_us(
     taken: list[float] = []
     for number in range(num):
         key = Key(RequestId(f"r{number}"))
-        attempt = Selection(key, num_tokens, 1, True, num_tokens + 256, block_keys=block_keys)
+        attempt = Selection(
+            key, num_tokens, 1, True, num_tokens + 256, block_keys=block_keys
+        )
         began_s = time.thread_time()
         selected = policy.choose(0.0, registry, attempt)
         taken.append((time.thread_time() - began_s) * 1e6)
@@ -116,16 +124,22 @@ def _rss_bytes() -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.routing", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.routing", description=__doc__
+    )
     parser.add_argument("--nodes", type=int, default=1000)
     parser.add_argument("--tokens", type=int, default=4096, help="of each prompt")
     parser.add_argument("--decisions", type=int, default=1000)
-    parser.add_argument("--blocks", type=int, default=1_000_000, help="that the index holds")
+    parser.add_argument(
+        "--blocks", type=int, default=1_000_000, help="that the index holds"
+    )
     given = parser.parse_args(arguments)
     print(f"{bytes_per_block(given.nodes, given.blocks):.0f} bytes a known block")
     for name, holds in CASES.items():
         for what, tiers in PLACES.items():
-            taken = decisions_us(given.nodes, given.tokens, holds, tiers, given.decisions)
+            taken = decisions_us(
+                given.nodes, given.tokens, holds, tiers, given.decisions
+            )
             p99 = nearest_rank(sorted(taken), 99)
             print(f"{name}{what}: {statistics.median(taken):.0f} µs, p99 {p99:.0f}")
     return 0

@@ -99,7 +99,9 @@ async def ask(llm: AsyncLLM, prompt: list[int], num_output: int = 1) -> RequestO
     return last
 
 
-async def sample(llm: AsyncLLM, prompts: Prompts, place: Place, num_tokens: int) -> RequestOutput:
+async def sample(
+    llm: AsyncLLM, prompts: Prompts, place: Place, num_tokens: int
+) -> RequestOutput:
     """Return the request whose prefix of so many tokens is in `place`."""
     if place in ("shm", "nixl"):
         before = await ask(llm, prompts.next(NUM_NEW), num_tokens)
@@ -114,7 +116,9 @@ async def sample(llm: AsyncLLM, prompts: Prompts, place: Place, num_tokens: int)
     return await ask(llm, prefix + prompts.next(NUM_NEW))
 
 
-async def measure(options: Arguments, place: Place, num_tokens: int) -> list[RequestOutput]:
+async def measure(
+    options: Arguments, place: Place, num_tokens: int
+) -> list[RequestOutput]:
     """Return requests with prefixes of so many tokens, from a cluster of their own."""
     prompts = Prompts()
     found: list[RequestOutput] = []
@@ -145,7 +149,9 @@ async def restart(options: Arguments) -> tuple[float, float]:
 
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(2):
-            await run(cluster(options.model, max(options.tokens), "folder", folder), use)
+            await run(
+                cluster(options.model, max(options.tokens), "folder", folder), use
+            )
     return shares[0], shares[1]
 
 
@@ -163,8 +169,12 @@ async def run(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.tiers", description=__doc__)
-    parser.add_argument("--model", default=DEMO_MODEL, help="the folder of another model")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[128, 512, 2000], help="lengths")
+    parser.add_argument(
+        "--model", default=DEMO_MODEL, help="the folder of another model"
+    )
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[128, 512, 2000], help="lengths"
+    )
     parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--places", nargs="+", choices=PLACES, default=PLACES)
     options = msgspec.convert(vars(parser.parse_args(arguments)), Arguments)
@@ -178,7 +188,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         row = f"{min(firsts):.1f}  {statistics.median(firsts):.1f}  {read_ms:.1f}"
         print(f"{place:9} {num_tokens:6}  {cached:6.0f}  {row}", flush=True)
     before, after = asyncio.run(restart(options))
-    print(f"cached share of the same prompts again: {before:.3f}, after a restart {after:.3f}")
+    print(
+        f"cached share of the same prompts again: {before:.3f}, after a restart {after:.3f}"
+    )
     return 0
 
 

@@ -26,12 +26,22 @@ from baton.bench.report.provenance import Provenance, collect, complete
 from baton.kv_transfer.interfaces import PoolMemory
 from baton.kv_transfer.pools import HostPool
 from baton.kv_transfer.transports.nixl import NixlAddress
-from baton.kv_transfer.transports.nixl_binding import block_rows, is_installed, make_agent
+from baton.kv_transfer.transports.nixl_binding import (
+    block_rows,
+    is_installed,
+    make_agent,
+)
 from baton.protocol.config import TransportChoice
 from baton.protocol.errors import BatonError, NodeError
 from baton.protocol.messages import RankAddress
 from baton.runtime.clock import monotonic
-from tools.block_owner import READ_TIMEOUT_S, BlockReader, Owned, block_owner, wrong_blocks
+from tools.block_owner import (
+    READ_TIMEOUT_S,
+    BlockReader,
+    Owned,
+    block_owner,
+    wrong_blocks,
+)
 
 # Neighbouring blocks on both sides; from anywhere into neighbours; from anywhere to anywhere.
 PATTERNS = ("run", "gather", "scattered")
@@ -51,7 +61,8 @@ HEADINGS = (
 )
 
 Ids = NDArray[np.int32]
-Way = Callable[[Ids, Ids], None]  # copies blocks (remote, local), and returns when they are there
+# Copies blocks (remote, local), and returns when they are there.
+Way = Callable[[Ids, Ids], None]
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -69,7 +80,10 @@ class Plan(msgspec.Struct, frozen=True):
         """Yield the kinds of reads that fit. A single block has one pattern."""
         for block_kib in self.block_kib:
             for count in self.blocks:
-                if count * block_kib << 10 <= min(self.max_read_mib, self.pool_mib) * MIB:
+                if (
+                    count * block_kib << 10
+                    <= min(self.max_read_mib, self.pool_mib) * MIB
+                ):
                     for pattern in self.patterns if count > 1 else ("run",):
                         yield Kind(block_kib << 10, count, pattern)
 
@@ -133,13 +147,17 @@ def transfer(
 
 
 @contextmanager
-def ways_to_read(pool: HostPool, owner: RankAddress, owned: Owned) -> Iterator[dict[str, Way]]:
+def ways_to_read(
+    pool: HostPool, owner: RankAddress, owned: Owned
+) -> Iterator[dict[str, Way]]:
     """Yield memcpy, each transport of the owner, and raw NIXL next to nixl."""
     with ExitStack() as stack:
         other = stack.enter_context(
             closing(HostPool(pool.shape.num_blocks, pool.shape.block_bytes))
         )
-        found: dict[str, Way] = {MEMCPY: lambda remote, local: _copy(pool, other, remote, local)}
+        found: dict[str, Way] = {
+            MEMCPY: lambda remote, local: _copy(pool, other, remote, local)
+        }
         for name, address in owner.metadata.items():
             reader = BlockReader(pool, name, RankAddress({name: address}), owned)
             found[name] = partial(_read, stack.enter_context(closing(reader)))
@@ -158,9 +176,12 @@ def _copy(pool: HostPool, other: HostPool, remote: Ids, local: Ids) -> None:
     count = len(remote)
     shape = pool.shape
     first, last = (
-        min(int(ids[0]), shape.num_blocks - count) * shape.block_bytes for ids in (remote, local)
+        min(int(ids[0]), shape.num_blocks - count) * shape.block_bytes
+        for ids in (remote, local)
     )
-    ctypes.memmove(pool.address + last, other.address + first, count * shape.block_bytes)
+    ctypes.memmove(
+        pool.address + last, other.address + first, count * shape.block_bytes
+    )
 
 
 class RawNixl:
@@ -168,18 +189,27 @@ class RawNixl:
 
     def __init__(self, pool: HostPool, owner: NixlAddress) -> None:
         self._agent, _ = make_agent(f"bench-raw-{secrets.token_hex(4)}", "")
-        self._agent.register_memory([(pool.address, pool.shape.pool_bytes, 0, "")], "DRAM")
+        self._agent.register_memory(
+            [(pool.address, pool.shape.pool_bytes, 0, "")], "DRAM"
+        )
         name = self._agent.add_remote_agent(owner.metadata).decode()
         self._mine, self._theirs = (
-            self._agent.prep_xfer_dlist(agent, block_rows(memory, 0, memory.block_bytes), "DRAM")
+            self._agent.prep_xfer_dlist(
+                agent, block_rows(memory, 0, memory.block_bytes), "DRAM"
+            )
             for agent, memory in (
                 ("", PoolMemory(pool.address, owner.num_blocks, owner.block_bytes)),
-                (name, PoolMemory(owner.pool_address, owner.num_blocks, owner.block_bytes)),
+                (
+                    name,
+                    PoolMemory(owner.pool_address, owner.num_blocks, owner.block_bytes),
+                ),
             )
         )
 
     def read(self, remote: Ids, local: Ids) -> None:
-        handle = self._agent.make_prepped_xfer("READ", self._mine, local, self._theirs, remote)
+        handle = self._agent.make_prepped_xfer(
+            "READ", self._mine, local, self._theirs, remote
+        )
         deadline_s = monotonic() + READ_TIMEOUT_S
         state = self._agent.transfer(handle)
         while state == "PROC" and monotonic() < deadline_s:
@@ -207,7 +237,11 @@ def _touch(pool: HostPool, ways: Mapping[str, Way]) -> None:
 
 
 def _rounds(
-    pool: HostPool, ways: Mapping[str, Way], kind: Kind, num_reads: int, dice: random.Random
+    pool: HostPool,
+    ways: Mapping[str, Way],
+    kind: Kind,
+    num_reads: int,
+    dice: random.Random,
 ) -> dict[str, list[float]]:
     """Return the seconds of each way in each round, after one round that is not counted."""
     latencies: dict[str, list[float]] = {way: [] for way in ways}
@@ -238,7 +272,9 @@ def _places(dice: random.Random, num_blocks: int, kind: Kind) -> tuple[Ids, Ids]
     return remote, lone() if kind.pattern == "scattered" else run()
 
 
-def _check(pool: HostPool, ways: Mapping[str, Way], kind: Kind, dice: random.Random) -> None:
+def _check(
+    pool: HostPool, ways: Mapping[str, Way], kind: Kind, dice: random.Random
+) -> None:
     for name, way in ways.items():
         if name == MEMCPY:
             continue
@@ -291,15 +327,23 @@ def _print(lines: Iterable[Sequence[str]]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print a table and write the report."""
-    parser = argparse.ArgumentParser(prog="python -m tools.transfer", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.transfer", description=__doc__
+    )
     common: Plan = Plan(transports=("shm", "nixl") if is_installed() else ("shm",))
     parser.add_argument("--block-kib", type=int, nargs="+", default=common.block_kib)
-    parser.add_argument("--blocks", type=int, nargs="+", default=common.blocks, help="of a read")
+    parser.add_argument(
+        "--blocks", type=int, nargs="+", default=common.blocks, help="of a read"
+    )
     parser.add_argument(
         "--transports", nargs="+", choices=("shm", "nixl"), default=common.transports
     )
-    parser.add_argument("--reads", type=int, default=common.reads, help="timed reads of each kind")
-    parser.add_argument("--pool-mib", type=int, default=common.pool_mib, help="size of each pool")
+    parser.add_argument(
+        "--reads", type=int, default=common.reads, help="timed reads of each kind"
+    )
+    parser.add_argument(
+        "--pool-mib", type=int, default=common.pool_mib, help="size of each pool"
+    )
     parser.add_argument("--json", default="", help="write the report to this file too")
     given = vars(parser.parse_args(arguments))
     try:

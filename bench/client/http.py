@@ -28,10 +28,17 @@ from baton.runtime.tls import client_context, trusting
 
 # Servers close idle connections after 5 s or more, and no request may be sent on such a connection.
 IDLE_LIMIT_S = 2.0
-SHUTDOWN_TIMEOUT_S = 0.004  # the longest wait from [DONE] to the end of the body before closing
+# The longest wait from [DONE] to the end of the body before closing.
+SHUTDOWN_TIMEOUT_S = 0.004
 MAX_BODY_BYTES = 1 << 20  # the limit for a response that is not a stream
 # These errors mean that this machine had no resources left for a connection.
-NO_SOCKET = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
+NO_SOCKET = (
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOBUFS,
+    errno.ENOMEM,
+    errno.EADDRNOTAVAIL,
+)
 # The client sets these fields itself and reads the response accordingly.
 OWN_FIELDS = (
     "model",
@@ -103,7 +110,9 @@ class Connection(asyncio.Protocol):
         self._exchange = None
         self._parser = None
         if exchange is not None:
-            exchange.lost("the connection was " + ("reset" if error else "closed"), at_s)
+            exchange.lost(
+                "the connection was " + ("reset" if error else "closed"), at_s
+            )
 
 
 class Exchange:
@@ -117,9 +126,11 @@ class Exchange:
         self.body = bytearray()  # the body of a response that is not a stream
         self.first_byte_s: float | None = None
         self.end_s = 0.0
-        self.is_complete = False  # the whole body has arrived; a stream may have ended earlier
+        # The whole body has arrived; a stream may have ended earlier.
+        self.is_complete = False
         self.keep_alive = False
-        self.drained: asyncio.Future[None] | None = None  # done: the connection can be used again
+        # Done: the connection can be used again.
+        self.drained: asyncio.Future[None] | None = None
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # This is set only within `feed`, because the parser refers to this object and the client
         # collects no cycles.
@@ -134,7 +145,9 @@ class Exchange:
             self.problem = problem
             self.ended.set_result(None)
 
-    def feed(self, parser: httptools.HttpResponseParser, data: bytes, at_s: float) -> None:
+    def feed(
+        self, parser: httptools.HttpResponseParser, data: bytes, at_s: float
+    ) -> None:
         """Take in the bytes of one read; `parser` is the one that was made for this exchange."""
         self._read_s = at_s
         self._parser = parser
@@ -143,7 +156,8 @@ class Exchange:
         except httptools.HttpParserCallbackError:
             raise  # a bug in this file
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self.keep_alive = False  # bytes after the end spoil the connection and nothing else
+            # Bytes after the end spoil the connection and nothing else.
+            self.keep_alive = False
             if not self.is_complete:
                 self._refuse(f"the response is not HTTP/1.1: {error}")
         finally:
@@ -167,7 +181,9 @@ class Exchange:
         if self.status is None:  # else it is a trailer
             key = name.decode("latin-1").lower()
             text = value.decode("latin-1")
-            self.headers[key] = f"{self.headers[key]}, {text}" if key in self.headers else text
+            self.headers[key] = (
+                f"{self.headers[key]}, {text}" if key in self.headers else text
+            )
 
     def on_headers_complete(self) -> None:
         assert self._parser is not None
@@ -183,7 +199,9 @@ class Exchange:
         self.status = status
         coding = headers.get("content-encoding", "identity").lower()
         if coding != "identity":
-            self._refuse(f"the response is compressed ({coding}), which the request did not allow")
+            self._refuse(
+                f"the response is compressed ({coding}), which the request did not allow"
+            )
 
     def on_body(self, piece: bytes) -> None:
         if self.ended.done():
@@ -191,8 +209,12 @@ class Exchange:
         if self.first_byte_s is None:
             self.first_byte_s = self._read_s
             kind = self.headers.get("content-type", "").lower()
-            says_so = kind.startswith("text/event-stream") and not piece.startswith(b"{")
-            self._is_stream = self.status == 200 and (says_so or _STREAM.match(piece) is not None)
+            says_so = kind.startswith("text/event-stream") and not piece.startswith(
+                b"{"
+            )
+            self._is_stream = self.status == 200 and (
+                says_so or _STREAM.match(piece) is not None
+            )
         if not self._is_stream:
             self.body += piece[: MAX_BODY_BYTES - len(self.body)]
         elif self.reader.feed(piece, self._read_s):
@@ -200,7 +222,8 @@ class Exchange:
 
     def on_message_complete(self) -> None:
         assert self._parser is not None
-        if self.status is not None and not self.is_complete:  # else it was an interim response
+        # Else it was an interim response.
+        if self.status is not None and not self.is_complete:
             self.keep_alive = self._parser.should_keep_alive()
             self._complete()
 
@@ -227,7 +250,9 @@ class Exchange:
         if status in (429, 503):
             return Problem(Outcome.REFUSED, text)
         if 400 <= status < 600:
-            return Problem(Outcome.CLIENT_ERROR if status < 500 else Outcome.SERVER_ERROR, text)
+            return Problem(
+                Outcome.CLIENT_ERROR if status < 500 else Outcome.SERVER_ERROR, text
+            )
         if status != 200:
             location = self.headers.get("location", "")
             return Problem(Outcome.MALFORMED, one_line(f"status {status} {location}"))
@@ -239,7 +264,9 @@ class Exchange:
             found = None
         if isinstance(found, dict):
             what = f": {text}" if "error" in found else " instead of a stream of events"
-            return Problem(Outcome.NOT_STREAMED, one_line(f"the response is one JSON body{what}"))
+            return Problem(
+                Outcome.NOT_STREAMED, one_line(f"the response is one JSON body{what}")
+            )
         kind = self.headers.get("content-type", "of no type")
         return Problem(Outcome.MALFORMED, one_line(f"the response is {kind}: {text}"))
 
@@ -263,11 +290,14 @@ class Session:
     async def __aexit__(self, *_error: object) -> None:
         for connection in self._connections:
             connection.close()
-        await asyncio.sleep(0)  # transports that were aborted close in the next turn of the loop
+        # Transports that were aborted close in the next turn of the loop.
+        await asyncio.sleep(0)
 
     async def open_ahead(self, num_connections: int, timeout_s: float) -> None:
         """Open idle connections; a failed one is tried again, and judged, when it is needed."""
-        opened = await asyncio.gather(*(self.open(timeout_s) for _ in range(num_connections)))
+        opened = await asyncio.gather(
+            *(self.open(timeout_s) for _ in range(num_connections))
+        )
         for connection in opened:
             if isinstance(connection, Connection):
                 self.give_back(connection)
@@ -276,7 +306,10 @@ class Session:
         """Return an idle connection that is young enough, for the caller alone."""
         while self._idle:
             connection = self._idle.pop()
-            if connection.is_idle and monotonic() - connection.idle_since_s < IDLE_LIMIT_S:
+            if (
+                connection.is_idle
+                and monotonic() - connection.idle_since_s < IDLE_LIMIT_S
+            ):
                 return connection
             self._close(connection)
         return None
@@ -317,14 +350,21 @@ class Session:
                     Connection, address.host, address.port, ssl=self._tls
                 )
         except (OSError, UnicodeError) as error:
-            if isinstance(error, TimeoutError) and error.errno is None:  # not the system's limit
-                return Problem(Outcome.UNREACHABLE, f"no connection within {timeout_s:g} s")
+            # Not the system's limit.
+            if isinstance(error, TimeoutError) and error.errno is None:
+                return Problem(
+                    Outcome.UNREACHABLE, f"no connection within {timeout_s:g} s"
+                )
             return reason_of(error)
         self._connections.add(connection)
         return connection
 
     async def exchange(
-        self, connection: Connection, request: bytes, exchange: Exchange, timeout_s: float
+        self,
+        connection: Connection,
+        request: bytes,
+        exchange: Exchange,
+        timeout_s: float,
     ) -> None:
         """Send, and return when `exchange` has ended. The session then owns the connection."""
         try:
@@ -354,14 +394,20 @@ def check(target: Target, requests: Sequence[Planned]) -> None:
     """Raise `ConfigError` if these requests cannot be sent to this target."""
     server_address(target.url)
     if taken := [name for name in OWN_FIELDS if name in target.extra]:
-        raise ConfigError(f"the extra body must not set {', '.join(taken)}: the load does")
+        raise ConfigError(
+            f"the extra body must not set {', '.join(taken)}: the load does"
+        )
     if not target.api_key.isprintable() or not target.api_key.isascii():
         raise ConfigError("the API key must be printable ASCII")
     for planned in requests:
         if planned.messages and not target.is_chat:
-            raise ConfigError("the load has chat messages; the completions API takes none")
+            raise ConfigError(
+                "the load has chat messages; the completions API takes none"
+            )
         if planned.prompt_ids and target.is_chat:
-            raise ConfigError("the load has prompts of token ids; the chat API takes none")
+            raise ConfigError(
+                "the load has prompts of token ids; the chat API takes none"
+            )
 
 
 _encode = msgspec.json.Encoder().encode
@@ -371,7 +417,9 @@ def body_of(target: Target, planned: Planned) -> bytes:
     """Return the JSON of one request."""
     body: dict[str, object] = {"model": target.model}
     if target.is_chat:
-        body["messages"] = planned.messages or [{"role": "user", "content": planned.prompt}]
+        body["messages"] = planned.messages or [
+            {"role": "user", "content": planned.prompt}
+        ]
     else:
         body["prompt"] = planned.prompt_ids or planned.prompt
     body["max_tokens"] = planned.output_tokens
@@ -395,7 +443,9 @@ async def send(
     All stamps of the record are on that clock; `planned.at_s` is not read. A cancelled request is
     `STOPPED`; it has no record (None) if its moment had not come.
     """
-    request = session.request("POST", session.base_path + target.path, body_of(target, planned))
+    request = session.request(
+        "POST", session.base_path + target.path, body_of(target, planned)
+    )
     intended_s = monotonic() if due_s is None else due_s
     record = Record(
         index=planned.index,

@@ -85,14 +85,18 @@ def run_load(
     with clients.running(_shares(load)):
         clients.wait_until(lambda progress: progress.ready == len(clients.progress))
         # The first request of an open loop may be due before the start, to warm up.
-        first_s = min([0.0, *(one.at_s for one in load.requests if one.at_s is not None)])
+        first_s = min(
+            [0.0, *(one.at_s for one in load.requests if one.at_s is not None)]
+        )
         start_s = monotonic() + START_DELAY_S + LEAD_S - first_s
         started_at = datetime.now(UTC).isoformat(timespec="milliseconds")
         if not clients.stopping:
             clients.tell(start_s)
         clients.wait_until(lambda _: len(clients.finished) == len(clients.progress))
     found = [clients.finished[number] for number in sorted(clients.finished)]
-    records = [_since(start_s, _record.decode(data)) for one in found for data in one.records]
+    records = [
+        _since(start_s, _record.decode(data)) for one in found for data in one.records
+    ]
     records.sort(key=lambda record: record.index)
     may_be_fewer = clients.stopping or load.stop_after_s is not None
     if len(records) != len(load.requests) and not may_be_fewer:
@@ -139,13 +143,16 @@ class _Clients:
     def running(self, shares: list[Load]) -> Iterator[None]:
         """Start the processes; at the end of the context all are gone."""
         try:
-            for number in range(len(shares)):  # all of them first, because each takes a moment
+            # All of them first, because each takes a moment.
+            for number in range(len(shares)):
                 ours, theirs = Pipe()
                 self._pipes.append(ours)
                 self.progress.append(Progress())
                 descriptor = theirs.fileno()
                 name = f"client-{number}"
-                command = Command(name, (str(descriptor),), MODULE, pass_fds=(descriptor,))
+                command = Command(
+                    name, (str(descriptor),), MODULE, pass_fds=(descriptor,)
+                )
                 with theirs:
                     # The child keeps its last lines for the error message.
                     self._children.append(Child(command, relay=lambda *_: None))
@@ -175,7 +182,8 @@ class _Clients:
             if self._stop.is_set() and not self.stopping:
                 self.stopping = True
                 for pipe in self._pipes:
-                    with contextlib.suppress(OSError):  # `_receive` finds out how it ended
+                    # `_receive` finds out how it ended.
+                    with contextlib.suppress(OSError):
                         pipe.send_bytes(encode(None))
             if not self.stopping:
                 deadline_s = now_s + STOP_TIMEOUT_S
@@ -215,7 +223,9 @@ class _Clients:
         child = self._children[number]
         child.wait(monotonic() + EXIT_TIMEOUT_S)
         last = f": {child.tail[-1]}" if child.tail else ""
-        status = "is running" if child.exit_code is None else f"exit code {child.exit_code}"
+        status = (
+            "is running" if child.exit_code is None else f"exit code {child.exit_code}"
+        )
         return BatonError(f"client process {child.name} failed ({why}, {status}){last}")
 
 
@@ -224,5 +234,7 @@ def _since(start_s: float, record: Record) -> Record:
     for name in ("intended_s", "sent_s", "end_s", "first_byte_s"):
         if (at_s := getattr(record, name)) is not None:
             setattr(record, name, at_s - start_s)
-    record.arrivals = [Arrival(one.at_s - start_s, one.num_tokens) for one in record.arrivals]
+    record.arrivals = [
+        Arrival(one.at_s - start_s, one.num_tokens) for one in record.arrivals
+    ]
     return record

@@ -63,7 +63,9 @@ def probe(target: Target, stop_fd: int | None = None) -> Probed:
         try:
             return await asking
         except asyncio.CancelledError:
-            raise BatonError(f"interrupted while {target.url} was asked what it can do") from None
+            raise BatonError(
+                f"interrupted while {target.url} was asked what it can do"
+            ) from None
         finally:
             if stop_fd is not None:
                 loop.remove_reader(stop_fd)
@@ -75,14 +77,19 @@ async def _probe(target: Target) -> Probed:
     async with Session(target) as session:
         listed = await _exchange(session, target, "GET", session.base_path + "/models")
         model = _model(target, listed)
-        planned = Planned(index=0, at_s=None, output_tokens=NUM_TOKENS, prompt="Once upon a time")
+        planned = Planned(
+            index=0, at_s=None, output_tokens=NUM_TOKENS, prompt="Once upon a time"
+        )
         for accepted_fields in ATTEMPTS:
             fields = {name: name in accepted_fields for name in FIELDS}
             attempt = msgspec.structs.replace(target, model=model, **fields)
             path = session.base_path + target.path
             body = body_of(attempt, planned)
             tried = await _exchange(session, target, "POST", path, body)
-            if tried.problem is None or tried.problem.outcome is not Outcome.CLIENT_ERROR:
+            if (
+                tried.problem is None
+                or tried.problem.outcome is not Outcome.CLIENT_ERROR
+            ):
                 break
         _check_streams(target, tried)
         reader = tried.reader
@@ -125,9 +132,13 @@ async def _exchange(
     if isinstance(connection, Problem):
         raise ConfigError(f"cannot reach {target.url}: {connection.detail}")
     if not connection.is_idle:
-        raise ConfigError(f"{target.url} closed the connection: does another program listen there?")
+        raise ConfigError(
+            f"{target.url} closed the connection: does another program listen there?"
+        )
     exchange = Exchange(target.is_chat)
-    await session.exchange(connection, session.request(method, path, body), exchange, timeout_s)
+    await session.exchange(
+        connection, session.request(method, path, body), exchange, timeout_s
+    )
     return exchange
 
 
@@ -143,18 +154,25 @@ def _model(target: Target, listed: Exchange) -> str:
         why = "wrong" if target.api_key else "missing"
         raise ConfigError(f"{url} wants an API key, and it is {why} (status {status})")
     if status == 404 and wanted:
-        return wanted  # the server has no list of models; the first request will show a mistake
+        # The server has no list of models; the first request will show a mistake.
+        return wanted
     if status == 404:
         path = f"{server_address(url).base_path}/models"
-        raise ConfigError(f"{url} has no {path}: correct the path of --url, or name a --model")
+        raise ConfigError(
+            f"{url} has no {path}: correct the path of --url, or name a --model"
+        )
     if status != 200:
         why = message_of(bytes(listed.body))
         raise BatonError(f"{url} does not list its models (status {status}): {why}")
     page = _page(listed)
     if page is None or page.data is None:
-        raise ConfigError(f"{url} is not a server with OpenAI's API: it lists no models")
+        raise ConfigError(
+            f"{url} is not a server with OpenAI's API: it lists no models"
+        )
     names = [model.id for model in page.data]
-    shown = ", ".join(map(one_line, names[:MAX_NAMES])) + (", ..." if names[MAX_NAMES:] else "")
+    shown = ", ".join(map(one_line, names[:MAX_NAMES])) + (
+        ", ..." if names[MAX_NAMES:] else ""
+    )
     if wanted and wanted not in names:
         text = f"does not serve the model {wanted!r}; it serves {shown or 'none'}"
         raise ConfigError(f"{url} {text}")

@@ -51,7 +51,8 @@ class _Chunk(msgspec.Struct):
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
     error: msgspec.Raw = _NULL
-    message: str | None = None  # some servers write errors with it and "object": "error"
+    # Some servers write errors with it and "object": "error".
+    message: str | None = None
 
 
 class _Piece(NamedTuple):
@@ -92,8 +93,12 @@ class EventParser:
             blocks[0] = blocks[0].removeprefix(_BYTE_ORDER_MARK)
         events = []
         for block in blocks:
-            fields = [line.removesuffix(b"\r").partition(b":") for line in block.split(b"\n")]
-            lines = [value.removeprefix(b" ") for name, _, value in fields if name == b"data"]
+            fields = [
+                line.removesuffix(b"\r").partition(b":") for line in block.split(b"\n")
+            ]
+            lines = [
+                value.removeprefix(b" ") for name, _, value in fields if name == b"data"
+            ]
             if lines:
                 events.append(b"\n".join(lines))
         return events
@@ -159,7 +164,9 @@ class ResponseReader:
         except msgspec.ValidationError as error:
             return _malformed(f"an event is not of this API: {error}")
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return _malformed(f"an event is not JSON: {event[:80].decode(errors='replace')}")
+            return _malformed(
+                f"an event is not JSON: {event[:80].decode(errors='replace')}"
+            )
         if chunk.usage is not None:
             self.usage = chunk.usage
         if bytes(chunk.error) != b"null":
@@ -167,7 +174,9 @@ class ResponseReader:
         if chunk.choices is None and chunk.message is not None:
             return Problem(Outcome.ERROR_IN_STREAM, one_line(chunk.message))
         if chunk.choices is None and chunk.usage is None:
-            return _malformed("an event is not of this API: it has neither choices nor usage")
+            return _malformed(
+                "an event is not of this API: it has neither choices nor usage"
+            )
         return self._on_choice(chunk.choices, at_s) if chunk.choices else None
 
     def _on_choice(self, choices: list[_Choice], at_s: float) -> Problem | None:
@@ -194,7 +203,9 @@ class ResponseReader:
         pieces = self._pieces
         reported = None if self.usage is None else self.usage.completion_tokens
         # Token ids count where they come with the text, not all of them after it.
-        first = next((piece for piece in pieces if piece.num_ids or piece.has_text), None)
+        first = next(
+            (piece for piece in pieces if piece.num_ids or piece.has_text), None
+        )
         if first.num_ids if first else self.token_ids is not None:
             counts = [piece.num_ids or 0 for piece in pieces]
             return counts, _differs(reported, sum(counts), "token ids arrived"), ""
@@ -208,15 +219,25 @@ class ResponseReader:
         # arrived.
         if reported < num_texts or num_texts in (0, num_forced):
             return with_text, _differs(reported, num_texts, "chunks carried text"), ""
-        note = f"{reported} tokens in {num_texts} chunks of text: counted as spread evenly"
+        note = (
+            f"{reported} tokens in {num_texts} chunks of text: counted as spread evenly"
+        )
         return _spread(with_text, reported), None, note
 
-    def _length(self, num_tokens: int, is_forced: bool, num_requested: int) -> Problem | None:
+    def _length(
+        self, num_tokens: int, is_forced: bool, num_requested: int
+    ) -> Problem | None:
         if num_tokens == num_requested:
             return None
-        if not is_forced and 0 < num_tokens < num_requested and self._finish_reason == "stop":
+        if (
+            not is_forced
+            and 0 < num_tokens < num_requested
+            and self._finish_reason == "stop"
+        ):
             return None
-        source = "" if self.token_ids is not None or self.usage else " by chunks with text"
+        source = (
+            "" if self.token_ids is not None or self.usage else " by chunks with text"
+        )
         text = f"{num_tokens} tokens{source} instead of {num_requested}"
         if self._finish_reason is not None:
             text += f", finish reason {self._finish_reason}"
@@ -253,7 +274,9 @@ def _malformed(text: str) -> Problem:
 def _differs(reported: int | None, counted: int, what: str) -> Problem | None:
     if reported is None or reported == counted:
         return None
-    return Problem(Outcome.WRONG_USAGE, f"usage says {reported} tokens, {counted} {what}")
+    return Problem(
+        Outcome.WRONG_USAGE, f"usage says {reported} tokens, {counted} {what}"
+    )
 
 
 def _spread(with_text: list[int], num_tokens: int) -> list[int]:
@@ -270,7 +293,11 @@ def _spread(with_text: list[int], num_tokens: int) -> list[int]:
 
 def _arrivals(pieces: list[_Piece], counts: list[int]) -> list[Arrival]:
     """Return the arrivals; tokens of one read are one arrival."""
-    stamped = [(piece.at_s, count) for piece, count in zip(pieces, counts, strict=True) if count]
+    stamped = [
+        (piece.at_s, count)
+        for piece, count in zip(pieces, counts, strict=True)
+        if count
+    ]
     return [
         Arrival(at_s, sum(count for _, count in group))
         for at_s, group in groupby(stamped, itemgetter(0))

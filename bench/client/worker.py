@@ -21,7 +21,15 @@ from operator import itemgetter
 import msgspec
 
 from baton.bench.client.http import Session, send
-from baton.bench.client.load import LEAD_S, Finished, FromWorker, Load, Progress, Start, encode
+from baton.bench.client.load import (
+    LEAD_S,
+    Finished,
+    FromWorker,
+    Load,
+    Progress,
+    Start,
+    encode,
+)
 from baton.bench.records import ClientProcess, Outcome, Planned, Record
 from baton.runtime.clock import monotonic
 from baton.runtime.host import raise_descriptor_limit
@@ -45,7 +53,10 @@ TURNED_AWAY = (
 def main() -> None:
     die_with_parent()
     raise_descriptor_limit()
-    with Connection(int(sys.argv[1])) as pipe, asyncio.Runner(loop_factory=new_loop) as runner:
+    with (
+        Connection(int(sys.argv[1])) as pipe,
+        asyncio.Runner(loop_factory=new_loop) as runner,
+    ):
         runner.run(_work(pipe))
 
 
@@ -101,7 +112,9 @@ class Worker:
         self._counting = self._loop.call_later(COUNT_EVERY_S, self._count)
 
     def _progress(self) -> Progress:
-        return Progress(self._sent, self._ended, self._failed, self._tokens, self._ready)
+        return Progress(
+            self._sent, self._ended, self._failed, self._tokens, self._ready
+        )
 
     async def _carry_out(self) -> ClientProcess:
         share = self._share
@@ -163,7 +176,9 @@ class Worker:
         async def client() -> None:
             while waiting and not self._is_stopped and monotonic() < over_s:
                 record = await self._send(waiting.popleft(), None)
-                is_refused = record and record.outcome in TURNED_AWAY and not record.arrivals
+                is_refused = (
+                    record and record.outcome in TURNED_AWAY and not record.arrivals
+                )
                 if is_refused and waiting:
                     await asyncio.sleep(min(PAUSE_S, over_s - monotonic()))
 
@@ -198,7 +213,9 @@ def new_loop() -> asyncio.AbstractEventLoop:
     class FineSelector(selectors.EpollSelector):
         """A selector with timeouts in microseconds, by select on epoll's own descriptor."""
 
-        def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        def select(
+            self, timeout: float | None = None
+        ) -> list[tuple[selectors.SelectorKey, int]]:
             if timeout is None or timeout <= 0:
                 return super().select(timeout)
             if timeout > COARSE_S:

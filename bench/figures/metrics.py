@@ -22,7 +22,8 @@ Floats = npt.NDArray[np.float64]
 # With fewer rounds, even the range of all of them covers the median in fewer than 95 of 100 cases.
 MIN_ROUNDS = 6
 NUM_BATCHES = 20
-_T_OF_19 = 2.093  # two-sided 95 % of Student's t with NUM_BATCHES - 1 degrees of freedom
+# Two-sided 95 % of Student's t with NUM_BATCHES - 1 degrees of freedom.
+_T_OF_19 = 2.093
 
 # The figures of a request that a summary has distributions of.
 PER_REQUEST = ("ttft", "ttft_from_sent", "tpot", "gap_max", "e2e", "ntpot")
@@ -81,7 +82,9 @@ class Bounds(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def __str__(self) -> str:
         words = ((name.removesuffix("_ms"), limit) for name, limit in _limits(self))
-        return ", ".join(f"{name} <= {limit:g} ms" for name, limit in words) or "answered"
+        return (
+            ", ".join(f"{name} <= {limit:g} ms" for name, limit in words) or "answered"
+        )
 
 
 # For a model of about 8B parameters on one large GPU.
@@ -162,7 +165,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     answered_rate: float | None  # None if nothing is offered per second, as goodput
     tokens_per_s: float
     num_tokens: int  # output, of answered requests
-    num_prompt_tokens: int | None  # of answered requests; None if the server did not say
+    # Of answered requests; None if the server did not say.
+    num_prompt_tokens: int | None
     tokens_per_chunk: float | None
     ttft: Distribution | None
     ttft_from_sent: Distribution | None
@@ -215,12 +219,16 @@ def meets(record: Record, bounds: Bounds) -> bool:
     if bounds.ttft_ms is not None and timing.ttft_ms is None:
         return False
     # A figure that does not exist meets its bound.
-    return all((getattr(timing, name) or 0.0) <= limit for name, limit in _limits(bounds))
+    return all(
+        (getattr(timing, name) or 0.0) <= limit for name, limit in _limits(bounds)
+    )
 
 
 def counted(records: Sequence[Record]) -> list[Record]:
     """Return the requests that a summary is about, in the order of their intended arrivals."""
-    chosen = [one for one in records if not one.warm_up and one.outcome is not Outcome.STOPPED]
+    chosen = [
+        one for one in records if not one.warm_up and one.outcome is not Outcome.STOPPED
+    ]
     return sorted(chosen, key=lambda record: (record.intended_s, record.index))
 
 
@@ -229,10 +237,14 @@ def distribution(samples_ms: Sequence[float] | Floats) -> Distribution | None:
     if not len(samples_ms):
         return None
     ordered = np.sort(np.asarray(samples_ms, np.float64))
-    p50, p90, p95, p99 = (nearest_rank(ordered, percent) for percent in (50, 90, 95, 99))
+    p50, p90, p95, p99 = (
+        nearest_rank(ordered, percent) for percent in (50, 90, 95, 99)
+    )
     smallest = float(ordered[0])
     largest = float(ordered[-1])
-    return Distribution(len(ordered), float(ordered.mean()), p50, p90, p95, p99, largest, smallest)
+    return Distribution(
+        len(ordered), float(ordered.mean()), p50, p90, p95, p99, largest, smallest
+    )
 
 
 def summarise(
@@ -253,7 +265,9 @@ def summarise(
         )
         for name in PER_REQUEST
     }
-    lag = distribution([1e3 * (record.sent_s - record.intended_s) for record in records])
+    lag = distribution(
+        [1e3 * (record.sent_s - record.intended_s) for record in records]
+    )
     assert lag is not None, "there is at least one request"
     arrived, span = _spans(records, closed_loop)
     offered_rate = _per_s(len(records), arrived) or None
@@ -262,7 +276,9 @@ def summarise(
     ends = Counter(record.outcome for record in records)
     chunk_ms, itl_ms, num_chunks = gaps_ms(good)
     num_tokens = sum(timing.num_tokens for timing in answered)
-    prompts = [record.prompt_tokens for record in good if record.prompt_tokens is not None]
+    prompts = [
+        record.prompt_tokens for record in good if record.prompt_tokens is not None
+    ]
     caches = [
         (record.cached_tokens, record.prompt_tokens)
         for record in good
@@ -301,7 +317,9 @@ def figures_of(summary: Summary) -> dict[str, float]:
     for field, percentile in HEADLINES:
         one: Distribution | None = getattr(summary, field)
         shown = field if field == "gap_max" else field.upper()
-        found[f"{shown} {percentile}"] = None if one is None else getattr(one, percentile)
+        found[f"{shown} {percentile}"] = (
+            None if one is None else getattr(one, percentile)
+        )
     found["goodput"] = summary.goodput
     # Latencies are of these requests, so an arm must not look better by answering fewer.
     found["answered"] = summary.outcomes.get(Outcome.ANSWERED, 0) / summary.num_requests
@@ -345,11 +363,15 @@ def _spans(records: Sequence[Record], closed_loop: bool) -> tuple[Window, Window
     last_s = records[-1].intended_s
     next_s = last_s + (last_s - first_s) / max(1, len(records) - 1)
     end_s = max(record.end_s for record in records)
-    return Window(first_s, next_s), Window(first_s, end_s if closed_loop else max(end_s, next_s))
+    return Window(first_s, next_s), Window(
+        first_s, end_s if closed_loop else max(end_s, next_s)
+    )
 
 
 def _concurrency(records: Sequence[Record], span: Window) -> float:
-    within = (min(one.end_s, span.end_s) - max(one.sent_s, span.start_s) for one in records)
+    within = (
+        min(one.end_s, span.end_s) - max(one.sent_s, span.start_s) for one in records
+    )
     # Sorted, so that the sum does not depend on the order of the records.
     return _per_s(sum(sorted(max(0.0, seconds) for seconds in within)), span)
 
@@ -370,11 +392,15 @@ def paired(a: Sequence[float], b: Sequence[float]) -> Ratio:
     95 % however they are distributed, if rounds do not depend on each other.
     """
     if len(a) != len(b) or not a:
-        raise ValueError(f"{len(a)} rounds of one and {len(b)} of the other cannot be paired")
+        raise ValueError(
+            f"{len(a)} rounds of one and {len(b)} of the other cannot be paired"
+        )
     each = tuple(one / other for one, other in zip(a, b, strict=True))
     ratios = sorted(each)
     cut = _outside(len(each))
-    return Ratio(statistics.median(each), ratios[cut], ratios[-1 - cut], len(each), each)
+    return Ratio(
+        statistics.median(each), ratios[cut], ratios[-1 - cut], len(each), each
+    )
 
 
 def _outside(num_rounds: int) -> int:
@@ -383,7 +409,9 @@ def _outside(num_rounds: int) -> int:
     More than n - k ratios lie on one side of the true median with the probability that fewer than k
     of n coins show heads, which may be 1 in 40 per side.
     """
-    chances = accumulate(math.comb(num_rounds, heads) for heads in range(num_rounds + 1))
+    chances = accumulate(
+        math.comb(num_rounds, heads) for heads in range(num_rounds + 1)
+    )
     rare = [count for count in chances if 40 * count <= 1 << num_rounds]
     return max(0, len(rare) - 1)
 
@@ -412,7 +440,9 @@ def share_interval(met: Sequence[bool]) -> Interval:
     share = sum(met) / len(met)
     z2 = 1.96**2
     middle = (share + z2 / (2 * size)) / (1 + z2 / size)
-    half = math.sqrt(z2 * (share * (1 - share) / size + z2 / (4 * size**2))) / (1 + z2 / size)
+    half = math.sqrt(z2 * (share * (1 - share) / size + z2 / (4 * size**2))) / (
+        1 + z2 / size
+    )
     low = middle - half
     high = middle + half
     if (batches := batch_means(met)) is not None:

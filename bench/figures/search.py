@@ -22,17 +22,22 @@ class SearchOptions(msgspec.Struct, frozen=True):
     attainment: Annotated[
         float, about("share of all arrivals that must meet the bounds", gt=0, le=1)
     ] = 0.9
-    start_rate: Annotated[float, about("first rate to try, in requests/s", "requests/s", gt=0)] = (
-        1.0
-    )
-    min_rate: Annotated[float, about("lowest rate to try, in requests/s", "requests/s", gt=0)] = (
-        0.01
-    )
+    start_rate: Annotated[
+        float, about("first rate to try, in requests/s", "requests/s", gt=0)
+    ] = 1.0
+    min_rate: Annotated[
+        float, about("lowest rate to try, in requests/s", "requests/s", gt=0)
+    ] = 0.01
     # Rates have four digits; a bracket that is hardly wider could not be bisected.
     tolerance: Annotated[
-        float, about("relative distance of the rates between which bisecting ends", ge=0.01, le=1)
+        float,
+        about(
+            "relative distance of the rates between which bisecting ends", ge=0.01, le=1
+        ),
     ] = 0.05
-    confirmations: Annotated[int, about("further runs that must confirm the rate", ge=1)] = 3
+    confirmations: Annotated[
+        int, about("further runs that must confirm the rate", ge=1)
+    ] = 3
     max_probes: Annotated[int, about("runs after which the search gives up", ge=1)] = 40
 
 
@@ -102,7 +107,9 @@ class RateSearch:
         least = self.options.min_rate
         start = self.options.start_rate
         if not least <= start < math.inf:
-            raise ConfigError(f"--start-rate {start:g} must not be below --min-rate {least:g}")
+            raise ConfigError(
+                f"--start-rate {start:g} must not be below --min-rate {least:g}"
+            )
         self._next = (start, "up")
 
     def next_rate(self) -> float | None:
@@ -181,12 +188,18 @@ class RateSearch:
         return None
 
     def _high(self) -> float | None:
-        above = [rate for rate, one in self._known.items() if one.verdict not in ("", "held")]
+        above = [
+            rate for rate, one in self._known.items() if one.verdict not in ("", "held")
+        ]
         return min(above, default=None)
 
     def _low(self) -> float | None:
         high = self._high() or math.inf
-        held = [rate for rate, one in self._known.items() if one.verdict == "held" and rate < high]
+        held = [
+            rate
+            for rate, one in self._known.items()
+            if one.verdict == "held" and rate < high
+        ]
         return max(held, default=None)
 
     def _has_failed(self, rate: float | None) -> bool:
@@ -194,7 +207,10 @@ class RateSearch:
 
     def _is_confirmed(self) -> bool:
         low = self._low()
-        return low is not None and self._known[low].num_confirmed >= self.options.confirmations
+        return (
+            low is not None
+            and self._known[low].num_confirmed >= self.options.confirmations
+        )
 
     def _line(self, low: float | None, high: float | None) -> str:
         goal = f"attainment of {self.options.attainment:.0%}"
@@ -205,7 +221,9 @@ class RateSearch:
             return f"{held} holds an {goal}, {runs}; {above} does not"
         if self._ending == "never_attained":
             if all(probe.is_broken for probe in self.probes):
-                return f"no run was valid, down to {above}, and that is the server's fault"
+                return (
+                    f"no run was valid, down to {above}, and that is the server's fault"
+                )
             return f"not even {above} holds an {goal}: the bounds are out of reach"
         if self._ending == "client_limit":
             return (

@@ -22,7 +22,8 @@ from baton.protocol.errors import BatonError
 
 MIN_LAG_GATE_MS = 5.0
 LAG_GATE_OF_TTFT = 0.01
-MAX_CLIENT_CPU = 0.6  # the share of a core per process above which the client itself waits
+# The share of a core per process above which the client itself waits.
+MAX_CLIENT_CPU = 0.6
 MAX_RATE_LOSS = 0.02
 MAX_WRONG_LENGTHS = 0.01  # of all requests
 MAX_OFF_RATE = 0.1
@@ -77,7 +78,9 @@ class Case:
     concurrency: int  # of a closed loop; 0 for an open loop
 
 
-def judge(case: Case, result: LoadResult, why_stopped: str) -> tuple[Summary, list[Problem]]:
+def judge(
+    case: Case, result: LoadResult, why_stopped: str
+) -> tuple[Summary, list[Problem]]:
     """Return the figures of a load and all problems with them, the invalidating ones first.
 
     Raises `BatonError` for a load that was stopped before any request counts.
@@ -101,7 +104,9 @@ def _unlike_the_settings(case: Case, summary: Summary) -> Iterator[Problem]:
     workload = case.settings.workload
     plan = case.plan
     # No prompt of these begins like another one of the same load.
-    is_new = workload.workload in ("tokens", "text", "chat") and not workload.shared_prefix
+    is_new = (
+        workload.workload in ("tokens", "text", "chat") and not workload.shared_prefix
+    )
     if is_new and (summary.cached_share or 0.0) > MAX_CACHED_SHARE:
         yield warning(CACHED)
     # Drawn arrivals may be far from the rate that was asked for.
@@ -118,11 +123,15 @@ def sent_so_far(records: Sequence[Record], planned: Sequence[Planned]) -> str:
     sent = [one for one in records if not one.warm_up]
     num_planned = sum(not one.warm_up for one in planned)
     num_stopped = sum(one.outcome is Outcome.STOPPED for one in sent)
-    rest = f"; not ended by then, and in no figure: {num_stopped}" if num_stopped else ""
+    rest = (
+        f"; not ended by then, and in no figure: {num_stopped}" if num_stopped else ""
+    )
     return f"{len(sent)} of {num_planned} requests had been sent{rest}"
 
 
-def check(result: LoadResult, summary: Summary, planned: Sequence[Planned]) -> list[Problem]:
+def check(
+    result: LoadResult, summary: Summary, planned: Sequence[Planned]
+) -> list[Problem]:
     """Return all problems of a run, beginning with those that make it invalid.
 
     If no request was answered, that is the only problem reported.
@@ -146,7 +155,9 @@ def lag_gate_ms(summary: Summary) -> float:
     return max(MIN_LAG_GATE_MS, LAG_GATE_OF_TTFT * ttft_ms)
 
 
-def _client(result: LoadResult, summary: Summary, planned: Sequence[Planned]) -> Iterator[Problem]:
+def _client(
+    result: LoadResult, summary: Summary, planned: Sequence[Planned]
+) -> Iterator[Problem]:
     """Find signs of a client that was late, busy or interrupted, and so measured itself."""
     measured = [one for one in planned if not one.warm_up]
     ended = {record.index for record in result.records}
@@ -177,11 +188,17 @@ def _client(result: LoadResult, summary: Summary, planned: Sequence[Planned]) ->
     spread_s = sent[-1] - sent[0]
     if 0 < wanted_s < (1 - MAX_RATE_LOSS) * spread_s:
         rates = [(len(sent) - 1) / over_s for over_s in (spread_s, wanted_s)]
-        of = " of ".join(f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}" for rate in rates)
-        yield invalid(f"the client could not reach the rate: it sent {of} /s; use more --processes")
+        of = " of ".join(
+            f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}" for rate in rates
+        )
+        yield invalid(
+            f"the client could not reach the rate: it sent {of} /s; use more --processes"
+        )
 
 
-def _responses(records: Sequence[Record], planned: Sequence[Planned]) -> Iterator[Problem]:
+def _responses(
+    records: Sequence[Record], planned: Sequence[Planned]
+) -> Iterator[Problem]:
     """Find failures, and responses that differ from the requested work."""
     of_all = f"of {len(records)}"
     if wrong := [record for record in records if _has_wrong_length(record)]:
@@ -205,13 +222,19 @@ def _responses(records: Sequence[Record], planned: Sequence[Planned]) -> Iterato
         )
     if failed := [one for one in records if one.outcome is not Outcome.ANSWERED]:
         detail = next((f"; for one: {one.detail}" for one in failed if one.detail), "")
-        yield warning(f"{len(failed)} {of_all} requests failed: {_counts(failed)}{detail}")
+        yield warning(
+            f"{len(failed)} {of_all} requests failed: {_counts(failed)}{detail}"
+        )
 
 
 def _load(result: LoadResult, summary: Summary) -> Iterator[Problem]:
     """Find a warm-up that was not over in time, and chunks that hide gaps."""
-    if late := sum(one.warm_up and one.end_s > summary.window.start_s for one in result.records):
-        yield warning(f"{late} warm-up requests were still running when the measured ones began")
+    if late := sum(
+        one.warm_up and one.end_s > summary.window.start_s for one in result.records
+    ):
+        yield warning(
+            f"{late} warm-up requests were still running when the measured ones began"
+        )
     merged = summary.tokens_per_chunk
     if merged is not None and merged > MERGING:
         yield warning(
@@ -229,7 +252,9 @@ def _all_failed(records: Sequence[Record]) -> str:
 
 def _counts(failed: Sequence[Record]) -> str:
     counts = Counter(record.outcome.value for record in failed)
-    shown = ", ".join(f"{number:,} {outcome}" for outcome, number in sorted(counts.items()))
+    shown = ", ".join(
+        f"{number:,} {outcome}" for outcome, number in sorted(counts.items())
+    )
     return shown.replace("_", " ")
 
 
@@ -249,7 +274,9 @@ def find_growth(records: Sequence[Record]) -> str:
     if len(arrived) < MIN_REQUESTS:
         return ""
     moments = np.array([record.intended_s for record in arrived])
-    found = (one.outcome is Outcome.ANSWERED and measure(one).ttft_ms for one in arrived)
+    found = (
+        one.outcome is Outcome.ANSWERED and measure(one).ttft_ms for one in arrived
+    )
     ttfts_ms = np.array([ttft_ms or math.nan for ttft_ms in found])
     begun = np.searchsorted(moments, moments, "right")
     ended = np.searchsorted(np.sort([one.end_s for one in arrived]), moments, "right")

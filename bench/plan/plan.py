@@ -41,7 +41,9 @@ class Gaps(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         """Return the text that `parse_arrivals` reads back."""
         name = {0.0: "constant", 1.0: "poisson"}.get(self.cv)
-        return f"{name}:{self.rate:g}" if name else f"gamma:{self.rate:g},cv={self.cv:g}"
+        return (
+            f"{name}:{self.rate:g}" if name else f"gamma:{self.rate:g},cv={self.cv:g}"
+        )
 
 
 class Recorded(msgspec.Struct, frozen=True):
@@ -69,17 +71,23 @@ class Realised(msgspec.Struct, frozen=True):
         return f"{self.num_arrivals} arrivals at {self.rate:.4g}/s, CV {self.cv:.3g}"
 
 
-def times(process: Gaps, *, duration_s: float | None, count: int | None, seed: int) -> list[float]:
+def times(
+    process: Gaps, *, duration_s: float | None, count: int | None, seed: int
+) -> list[float]:
     """Draw the times before `duration_s`, `count` at most; one of the two bounds must be given."""
     assert duration_s is not None or count is not None
     end_s = math.inf if duration_s is None else duration_s
     expected = min(math.inf if count is None else count, process.rate * end_s)
     if expected > MAX_ARRIVALS:
-        raise ConfigError(f"{expected:.3g} arrivals are too many: a plan holds {MAX_ARRIVALS}")
+        raise ConfigError(
+            f"{expected:.3g} arrivals are too many: a plan holds {MAX_ARRIVALS}"
+        )
     rng = np.random.default_rng([seed, _STREAM])
     arrivals: Iterator[float] = (index / process.rate for index in itertools.count())
     if process.cv:
-        arrivals = itertools.accumulate(_gaps(rng, process.cv**-2, process.cv**2 / process.rate))
+        arrivals = itertools.accumulate(
+            _gaps(rng, process.cv**-2, process.cv**2 / process.rate)
+        )
     before_the_end = itertools.takewhile(lambda at_s: at_s < end_s, arrivals)
     return list(itertools.islice(before_the_end, count))
 
@@ -87,7 +95,11 @@ def times(process: Gaps, *, duration_s: float | None, count: int | None, seed: i
 def _gaps(rng: np.random.Generator, shape: float, scale: float) -> Iterator[float]:
     """Draw gamma-distributed gaps; with shape 1 they are exponential."""
     while True:
-        gaps = rng.exponential(scale, 256) if shape == 1.0 else rng.gamma(shape, scale, 256)
+        gaps = (
+            rng.exponential(scale, 256)
+            if shape == 1.0
+            else rng.gamma(shape, scale, 256)
+        )
         yield from gaps.tolist()
 
 
@@ -115,7 +127,9 @@ def parse_arrivals(text: str) -> ArrivalProcess:
 def _between(what: str, value: float, limits: tuple[float, float]) -> float:
     low, high = limits
     if not low <= value <= high:
-        raise ConfigError(f"the {what} must lie between {low:g} and {high:g}, not at {value}")
+        raise ConfigError(
+            f"the {what} must lie between {low:g} and {high:g}, not at {value}"
+        )
     return value
 
 
@@ -126,7 +140,9 @@ def realised(arrivals: Sequence[float]) -> Realised:
     if span_s <= 0:
         return Realised(num)
     gaps = [after - before for before, after in itertools.pairwise(arrivals)]
-    return Realised(num, len(gaps) / span_s, statistics.pstdev(gaps) / statistics.fmean(gaps))
+    return Realised(
+        num, len(gaps) / span_s, statistics.pstdev(gaps) / statistics.fmean(gaps)
+    )
 
 
 # Warm-up requests come at this rate at most, and a pause follows before the schedule starts.
@@ -154,13 +170,19 @@ class Plan(msgspec.Struct, frozen=True):
     @property
     def times(self) -> list[float]:
         """Return the times without the warm-up, or none in a closed loop."""
-        return [one.at_s for one in self.requests if not one.warm_up and one.at_s is not None]
+        return [
+            one.at_s
+            for one in self.requests
+            if not one.warm_up and one.at_s is not None
+        ]
 
 
 def arrivals_of(settings: ArrivalSettings, workload: Workload) -> ArrivalProcess | None:
     """Return the arrivals of an open loop, or None for a closed loop."""
     if settings.arrivals and settings.concurrency:
-        raise ConfigError("--arrivals is an open loop and --concurrency a closed one: choose one")
+        raise ConfigError(
+            "--arrivals is an open loop and --concurrency a closed one: choose one"
+        )
     if settings.concurrency:
         return None
     text = settings.arrivals or ("trace" if workload.workload == "trace" else "")
@@ -189,12 +211,16 @@ def shaped(shape: str, rate: float) -> ArrivalProcess:
         ) from error
 
 
-def plan_of(workload: Workload, load: LoadSettings, arrivals: ArrivalProcess | None) -> Plan:
+def plan_of(
+    workload: Workload, load: LoadSettings, arrivals: ArrivalProcess | None
+) -> Plan:
     """Return the requests of one load."""
     # The duration of a closed loop ends the sending: its requests have no times.
     duration_s = None if arrivals is None else load.duration_s or None
     count = load.requests or None
-    return make_plan(workload, arrivals, count=count, duration_s=duration_s, warm_up=load.warm_up)
+    return make_plan(
+        workload, arrivals, count=count, duration_s=duration_s, warm_up=load.warm_up
+    )
 
 
 def reseeded(workload: Workload, place: int) -> Workload:
@@ -229,7 +255,9 @@ def make_plan(
     schedule: Schedule
     match arrivals:
         case None if count is None:
-            raise ConfigError("a closed loop needs --requests N, also as a limit of --duration-s")
+            raise ConfigError(
+                "a closed loop needs --requests N, also as a limit of --duration-s"
+            )
         case None:
             schedule = [None] * (count or 0), Plan([], [])
         case Recorded():
@@ -266,14 +294,18 @@ def _source(workload: Workload) -> Source:
     return sources.get(kind, DrawnSource)(workload, draws)
 
 
-def _drawn(arrivals: Gaps, seed: int, count: int | None, duration_s: float | None) -> Schedule:
+def _drawn(
+    arrivals: Gaps, seed: int, count: int | None, duration_s: float | None
+) -> Schedule:
     if count is None and duration_s is None:
         raise ConfigError("say how long: --requests N, --duration-s S, or both")
     at = times(arrivals, duration_s=duration_s, count=count, seed=seed)
     if not at:
         raise ConfigError(f"no request of {arrivals} arrives within {duration_s:g} s")
     reality = realised(at)
-    return at, Plan([], [f"{arrivals}: {reality}"], reality, arrivals.rate, duration_s or at[-1])
+    return at, Plan(
+        [], [f"{arrivals}: {reality}"], reality, arrivals.rate, duration_s or at[-1]
+    )
 
 
 def _recorded(
@@ -281,9 +313,13 @@ def _recorded(
 ) -> Schedule:
     """Take the times of the rows that are played; a rate is the mean of these rows alone."""
     if source.times is None:
-        raise ConfigError("arrivals 'trace' need a trace, or a file whose rows say at_s")
+        raise ConfigError(
+            "arrivals 'trace' need a trace, or a file whose rows say at_s"
+        )
     if count is not None and count > len(source.times):
-        raise ConfigError(f"{count} requests are wanted of {len(source.times)} recorded ones")
+        raise ConfigError(
+            f"{count} requests are wanted of {len(source.times)} recorded ones"
+        )
     at = list(source.times[:count])
     notes = []
     end_s = math.inf if duration_s is None else duration_s

@@ -21,7 +21,8 @@ Key = tuple[int, ...]
 Number = TypeVar("Number", int, float)
 
 LENGTH_FORMS = (
-    "512, uniform:100-900, normal:512,sd=100, lognormal:mean=1155,sd=1100 or choice:100,200,400"
+    "512, uniform:100-900, normal:512,sd=100, lognormal:mean=1155,sd=1100 or "
+    "choice:100,200,400"
 )
 MAX_LENGTH = 1 << 22
 MAX_PLAN_TOKENS = 20_000_000
@@ -81,7 +82,9 @@ def parse_lengths(text: str) -> Lengths:
     try:
         match name:
             case "choice":
-                return Lengths(name, tuple(_possible(int(part)) for part in body.split(",")))
+                return Lengths(
+                    name, tuple(_possible(int(part)) for part in body.split(","))
+                )
             case "uniform":
                 low, high = (_possible(int(part)) for part in body.split("-"))
                 return Lengths(name, (low, _possible(high, low)))
@@ -108,15 +111,22 @@ class Draws:
     def __init__(self, workload: Workload) -> None:
         self.vocabulary = range_of(workload.vocabulary)
         self._seed = workload.seed
-        self._inputs, self._outputs = parse_lengths(workload.prompt), parse_lengths(workload.output)
+        self._inputs, self._outputs = (
+            parse_lengths(workload.prompt),
+            parse_lengths(workload.output),
+        )
         self._drawn: set[tuple[Vocabulary, tuple[int, ...]]] = set()
         self._num_tokens = 0
 
     def input_tokens(self, key: Key) -> int:
-        return self._inputs.draw(np.random.default_rng([self._seed, _INPUT_STREAM, *key]))
+        return self._inputs.draw(
+            np.random.default_rng([self._seed, _INPUT_STREAM, *key])
+        )
 
     def output_tokens(self, key: Key) -> int:
-        return self._outputs.draw(np.random.default_rng([self._seed, _OUTPUT_STREAM, *key]))
+        return self._outputs.draw(
+            np.random.default_rng([self._seed, _OUTPUT_STREAM, *key])
+        )
 
     def spend(self, num_tokens: int) -> None:
         """Count a prompt before it is drawn, because a plan is held in memory as a whole."""
@@ -192,7 +202,9 @@ class DrawnSource:
         if self._kind == "text":
             return Planned(0, None, outputs, prompt=written(start + rest))
         system = (Message("system", written(start)),) if start else ()
-        return Planned(0, None, outputs, messages=(*system, Message("user", written(rest))))
+        return Planned(
+            0, None, outputs, messages=(*system, Message("user", written(rest)))
+        )
 
     def notes(self, _num_arrivals: int) -> list[str]:
         if self._kind == "tokens":

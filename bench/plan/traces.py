@@ -69,7 +69,9 @@ class PromptRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if bool(self.prompt) == bool(self.messages):
-            raise ValueError("a row has either a prompt or messages, and neither is empty")
+            raise ValueError(
+                "a row has either a prompt or messages, and neither is empty"
+            )
 
 
 class _AzureRow(msgspec.Struct):
@@ -104,8 +106,12 @@ def read_trace(name: str) -> list[TraceRow]:
     elif "TIMESTAMP" in first:
         rows = _rows(path, lines, _azure([name.strip() for name in first.split(",")]))
     else:
-        wanted = "a header with TIMESTAMP,ContextTokens,GeneratedTokens, or JSON objects"
-        raise ConfigError(f"{path}:1: neither of the known traces, which begin with {wanted}")
+        wanted = (
+            "a header with TIMESTAMP,ContextTokens,GeneratedTokens, or JSON objects"
+        )
+        raise ConfigError(
+            f"{path}:1: neither of the known traces, which begin with {wanted}"
+        )
     begin_s = rows[0].at_s
     return [msgspec.structs.replace(row, at_s=row.at_s - begin_s) for row in rows]
 
@@ -113,7 +119,9 @@ def read_trace(name: str) -> list[TraceRow]:
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the lines of text, gzip or xz that are not blank, with their numbers."""
     try:
-        with OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8", newline="") as file:
+        with OPENERS.get(path.suffix, open)(
+            path, "rt", encoding="utf-8", newline=""
+        ) as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield number, line
@@ -125,7 +133,9 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
         raise ConfigError(why) from None
 
 
-def _rows(path: Path, lines: Iterable[tuple[int, str]], decode: Callable[[str], Row]) -> list[Row]:
+def _rows(
+    path: Path, lines: Iterable[tuple[int, str]], decode: Callable[[str], Row]
+) -> list[Row]:
     rows: list[Row] = []
     for number, line in lines:
         try:
@@ -152,7 +162,9 @@ def _azure(columns: list[str]) -> Callable[[str], TraceRow]:
         cells = [cell.strip() for cell in line.split(",")]
         if len(cells) != len(columns):
             raise ValueError(f"{len(cells)} cells, {len(columns)} columns")
-        row = msgspec.convert(dict(zip(columns, cells, strict=True)), _AzureRow, strict=False)
+        row = msgspec.convert(
+            dict(zip(columns, cells, strict=True)), _AzureRow, strict=False
+        )
         at = datetime.fromisoformat(row.stamp)
         at_s = at.replace(tzinfo=at.tzinfo or UTC).timestamp()
         return TraceRow(at_s, row.input_tokens, row.output_tokens)
@@ -167,7 +179,9 @@ def _mooncake(line: str) -> TraceRow:
     if row.hash_ids and len(row.hash_ids) != blocks:
         what = f"{len(row.hash_ids)} hash_ids for {row.input_length} tokens"
         raise ValueError(f"{what}; blocks of {BLOCK_TOKENS} make it {blocks}")
-    return TraceRow(row.timestamp / 1000, row.input_length, row.output_length, row.hash_ids)
+    return TraceRow(
+        row.timestamp / 1000, row.input_length, row.output_length, row.hash_ids
+    )
 
 
 def replay(rows: Sequence[TraceRow], options: Workload) -> tuple[list[TraceRow], int]:
@@ -223,7 +237,9 @@ class TraceSource:
         return Planned(0, None, row.output_tokens, prompt_ids=ids)
 
     def warm_up(self, place: int) -> Planned:
-        return self._unlike_others(self._rows[place % len(self._rows)], (WARM_UP, place, 0))
+        return self._unlike_others(
+            self._rows[place % len(self._rows)], (WARM_UP, place, 0)
+        )
 
     def _unlike_others(self, row: TraceRow, key: tuple[int, ...]) -> Planned:
         self._draws.spend(row.input_tokens)
@@ -239,7 +255,9 @@ class TraceSource:
             scaled = "" if scale == 1 else f", which scales inputs by {scale:g}"
             notes.append(f"equal hash ids are equal blocks of {size} tokens{scaled}")
         if empty := sum(row.output_tokens == 0 for row in rows):
-            notes.append(f"{empty} of {len(rows)} rows have no output and ask for one token")
+            notes.append(
+                f"{empty} of {len(rows)} rows have no output and ask for one token"
+            )
         return notes
 
 
@@ -268,7 +286,9 @@ class FileSource:
         text = row.prompt or " ".join(message.content for message in row.messages)
         words = written(self._draws.prompt(key, max(1, len(text.split())), WORD_PLACES))
         messages = (Message("user", words),) if row.messages else ()
-        return Planned(0, None, outputs, prompt="" if messages else words, messages=messages)
+        return Planned(
+            0, None, outputs, prompt="" if messages else words, messages=messages
+        )
 
     def _row(self, place: int, kind: int) -> tuple[PromptRow, int]:
         row = self._rows[place % len(self._rows)]
@@ -277,7 +297,9 @@ class FileSource:
     def notes(self, num_arrivals: int) -> list[str]:
         different = {(row.prompt, row.messages) for row in self._rows[:num_arrivals]}
         repeated = num_arrivals - len(different)
-        notes = ["a file has the same prompts in every load: a prefix cache may know them"]
+        notes = [
+            "a file has the same prompts in every load: a prefix cache may know them"
+        ]
         if repeated:
             notes.append(f"{repeated} of {num_arrivals} prompts repeat an earlier one")
         return notes

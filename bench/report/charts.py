@@ -60,7 +60,10 @@ class Chart:
         y = _Axis(0.0, top, BOTTOM, TOP)
         grid = "".join(f"M{LEFT} {y.at(value):.1f}H{RIGHT}" for value in y.ticks())
         grid += "".join(f"M{x.at(value):.1f} {TOP}V{BOTTOM}" for value in x.ticks())
-        rows = [(y.at(v), f"{100 * v:g} %" if self.is_share else f"{v:,g}") for v in y.ticks()]
+        rows = [
+            (y.at(v), f"{100 * v:g} %" if self.is_share else f"{v:,g}")
+            for v in y.ticks()
+        ]
         parts = [
             f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(self.title)}">',
             _path("grid", grid),
@@ -90,7 +93,9 @@ class _Axis:
 
     def at(self, value: float) -> float:
         place = min(max(value, self.low), self.high)
-        return self.begin + (self.end - self.begin) * (place - self.low) / (self.high - self.low)
+        return self.begin + (self.end - self.begin) * (place - self.low) / (
+            self.high - self.low
+        )
 
     def ticks(self) -> list[float]:
         """Return a few round numbers of the axis."""
@@ -98,13 +103,18 @@ class _Axis:
         ten = 10.0 ** math.floor(math.log10(rough))
         step = next(size * ten for size in (1, 2, 5, 10) if size * ten >= rough)
         first = math.ceil(self.low / step)
-        found = [float(f"{place * step:.6g}") for place in range(first, first + 2 * MAX_TICKS)]
+        found = [
+            float(f"{place * step:.6g}")
+            for place in range(first, first + 2 * MAX_TICKS)
+        ]
         return [value for value in found if self.low <= value <= self.high * (1 + 1e-9)]
 
 
 def _drawn(curve: Curve, x: _Axis, y: _Axis) -> str:
     known = np.flatnonzero(np.isfinite(curve.x) & np.isfinite(curve.y))
-    chosen = known[np.linspace(0, len(known) - 1, min(len(known), MAX_POINTS)).astype(np.intp)]
+    chosen = known[
+        np.linspace(0, len(known) - 1, min(len(known), MAX_POINTS)).astype(np.intp)
+    ]
     points = [(x.at(float(curve.x[at])), y.at(float(curve.y[at]))) for at in chosen]
     form = "H{:.1f}V{:.1f}" if curve.is_steps else "L{:.1f} {:.1f}"
     start = ["M{:.1f} {:.1f}".format(*point) for point in points[:1]]
@@ -144,7 +154,10 @@ def _distributions(report: Report) -> Iterator[Chart]:
         ("tpot", "Time per output token", bounds.tpot_ms),
         ("itl", "Gaps between tokens", bounds.gap_max_ms),
     ):
-        each = [(label, np.sort(_times_ms(name, records))) for label, records in found.items()]
+        each = [
+            (label, np.sort(_times_ms(name, records)))
+            for label, records in found.items()
+        ]
         # The share of the times at or below each of them.
         curves = [
             Curve(
@@ -180,17 +193,26 @@ def _against_rate(report: Report) -> Iterator[Chart]:
         return
 
     def medians(field: str) -> Floats:
-        each = [[getattr(run.summary, field) for run in runs] for runs in by_rate.values()]
+        each = [
+            [getattr(run.summary, field) for run in runs] for runs in by_rate.values()
+        ]
         known = [[value for value in values if value is not None] for values in each]
-        return np.array([median(values) if values else math.nan for values in known], np.float64)
+        return np.array(
+            [median(values) if values else math.nan for values in known], np.float64
+        )
 
     x = medians("offered_rate")
     is_invalid = [any(run.invalid for run in runs) for runs in by_rate.values()]
-    marks = tuple((float(at), "INVALID") for at, bad in zip(x, is_invalid, strict=True) if bad)
+    marks = tuple(
+        (float(at), "INVALID") for at, bad in zip(x, is_invalid, strict=True) if bad
+    )
     if not report.bounds:
         fields = {"tokens_per_s": ("Throughput", "tokens/s")}
     else:
-        fields = {"attainment": ("Attainment", "attainment"), "goodput": ("Goodput", "goodput/s")}
+        fields = {
+            "attainment": ("Attainment", "attainment"),
+            "goodput": ("Goodput", "goodput/s"),
+        }
     for field, (title, label) in fields.items():
         curves = [Curve(label, x, medians(field), "c0")]
         if field == "goodput":

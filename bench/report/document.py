@@ -73,7 +73,9 @@ class Report(msgspec.Struct, kw_only=True):
     command: str  # "run", "sweep", ...
     title: str
     provenance: Provenance
-    definitions: dict[str, str] = msgspec.field(default_factory=lambda: dict(DEFINITIONS))
+    definitions: dict[str, str] = msgspec.field(
+        default_factory=lambda: dict(DEFINITIONS)
+    )
     settings: dict[str, str] = {}
     bounds: Bounds | None = None
     target: float | None = None  # the attainment that a search asked for
@@ -127,7 +129,12 @@ def flat_settings(settings: object) -> dict[str, str]:
             for key, inner in value.items():
                 yield from flatten(f"{name}.{key}".lstrip("."), inner)
         else:
-            yield name, value if isinstance(value, str) else msgspec.json.encode(value).decode()
+            yield (
+                name,
+                value
+                if isinstance(value, str)
+                else msgspec.json.encode(value).decode(),
+            )
 
     return dict(flatten("", msgspec.to_builtins(settings)))
 

@@ -65,12 +65,16 @@ def begin(command: str, settings: Settings) -> Report:
     """Record the machine's state before the load. Raises `ConfigError` for a bad `--out`."""
     out = _folder(settings.report.out)
     if out is not None and (out / REPORT).exists():
-        raise ConfigError(f"--out {out} holds a report already: name another folder, or remove it")
+        raise ConfigError(
+            f"--out {out} holds a report already: name another folder, or remove it"
+        )
     flat = flat_settings(settings)
     words = ["baton", *sys.argv[1:]]
     if key := settings.target.api_key:
         flat["target.api_key"] = WITHHELD
-        words = [WITHHELD if word in (key, f"--api-key={key}") else word for word in words]
+        words = [
+            WITHHELD if word in (key, f"--api-key={key}") else word for word in words
+        ]
     return Report(command=command, title="", provenance=collect(words), settings=flat)
 
 
@@ -119,7 +123,9 @@ def _write(report: Report, folder: Path) -> list[Path]:
         write_json(report, folder / REPORT)
         (folder / PAGE).write_text(html(report), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot write the report to {folder}: {error.strerror}") from error
+        raise ConfigError(
+            f"cannot write the report to {folder}: {error.strerror}"
+        ) from error
     return [folder / REPORT, folder / PAGE]
 
 
@@ -154,11 +160,18 @@ def sections(report: Report) -> list[Section]:
         *(_run(run, folded=len(report.runs) > 1) for run in report.runs),
         Section("Notes", report.notes, []),
         Section("Settings", [], [_pairs("", report.settings)], folded=True),
-        Section("Provenance", [], [_pairs("", flat_settings(report.provenance))], folded=True),
+        Section(
+            "Provenance",
+            [],
+            [_pairs("", flat_settings(report.provenance))],
+            folded=True,
+        ),
         Section("Definitions", [], [_pairs("", report.definitions)], folded=True),
     ]
     filled = [
-        msgspec.structs.replace(one, tables=[table for table in one.tables if table.rows])
+        msgspec.structs.replace(
+            one, tables=[table for table in one.tables if table.rows]
+        )
         for one in found
     ]
     return [one for one in filled if one.lines or one.tables]
@@ -184,7 +197,11 @@ def _search(report: Report) -> Section:
             number(probe.rate),
             str(probe.purpose),
             share(probe.attainment) if probe.is_valid else NONE,
-            "server's fault" if probe.is_broken else "yes" if probe.is_valid else "INVALID",
+            "server's fault"
+            if probe.is_broken
+            else "yes"
+            if probe.is_valid
+            else "INVALID",
             "yes" if probe.is_saturated else "no",
         ]
         for probe in report.search.probes
@@ -197,7 +214,13 @@ def _comparison(report: Report) -> Section:
     if not report.comparison:
         return Section("Comparison", [], [])
     first, *others = report.comparison[0].medians
-    columns = ["figure", first, *others, *(f"{arm} / {first}" for arm in others), "better"]
+    columns = [
+        "figure",
+        first,
+        *others,
+        *(f"{arm} / {first}" for arm in others),
+        "better",
+    ]
     rows = [
         [
             row.name,
@@ -258,7 +281,9 @@ def _overview_row(run: Run) -> dict[str, str]:
 
 
 def _run(run: Run, *, folded: bool) -> Section:
-    problems = [f"{problem.severity.upper()}: {problem.text}" for problem in run.problems]
+    problems = [
+        f"{problem.severity.upper()}: {problem.text}" for problem in run.problems
+    ]
     tables = [_latencies(run), _totals(run), _reasons(run)]
     return Section(run.label, problems + run.notes, tables, folded)
 
@@ -290,7 +315,11 @@ def _totals(run: Run) -> Table:
     rows["window"] = _span(summary.window.start_s, summary.window.end_s, "s")
     return _pairs(
         "Totals",
-        rows | {"duration": quantity(run.wall_s or None, "s"), "started": utc(run.started_at)},
+        rows
+        | {
+            "duration": quantity(run.wall_s or None, "s"),
+            "started": utc(run.started_at),
+        },
     )
 
 
@@ -301,7 +330,9 @@ def _reasons(run: Run) -> Table:
         for record in run.counted
         if record.outcome != "answered"
     )
-    rows = [[f"{count:,}", *reason] for reason, count in counts.most_common(MAX_REASONS)]
+    rows = [
+        [f"{count:,}", *reason] for reason, count in counts.most_common(MAX_REASONS)
+    ]
     return Table("What the failures said", ["requests", "outcome", "detail"], rows)
 
 
@@ -368,7 +399,9 @@ def shown(report: Report) -> str:
 
 
 def _grid(table: Table) -> Grid:
-    grid = Grid(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=any(table.columns))
+    grid = Grid(
+        box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=any(table.columns)
+    )
     for name in table.columns:
         grid.add_column(_text(name))
     for row in table.rows:

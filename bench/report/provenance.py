@@ -56,7 +56,9 @@ class Provenance(msgspec.Struct, frozen=True):
         return self.commit[:12] + (" with local changes" if self.dirty else "")
 
 
-def collect(command_line: Sequence[str], packages: Sequence[str] = PACKAGES) -> Provenance:
+def collect(
+    command_line: Sequence[str], packages: Sequence[str] = PACKAGES
+) -> Provenance:
     """Return the facts about this checkout, this machine, and those packages that it has."""
     commit, dirty = _checkout(Path(__file__).resolve())
     return Provenance(
@@ -67,19 +69,27 @@ def collect(command_line: Sequence[str], packages: Sequence[str] = PACKAGES) -> 
         dirty=dirty,
         machine=_machine(),
         versions={"python": platform.python_version()}
-        | {name: one.version for name in packages for one in metadata.distributions(name=name)},
+        | {
+            name: one.version
+            for name in packages
+            for one in metadata.distributions(name=name)
+        },
         load_before=os.getloadavg(),
     )
 
 
 def complete(before: Provenance) -> Provenance:
     """Return `before` with the facts that are known only after the run."""
-    return msgspec.structs.replace(before, load_after=os.getloadavg(), gpus_after=gpu_states())
+    return msgspec.structs.replace(
+        before, load_after=os.getloadavg(), gpus_after=gpu_states()
+    )
 
 
 def gpu_states() -> list[str]:
     """Return clocks, power and temperature of each GPU at this moment."""
-    return _gpus("name,clocks.sm,clocks.mem,power.draw,temperature.gpu,clocks_event_reasons.active")
+    return _gpus(
+        "name,clocks.sm,clocks.mem,power.draw,temperature.gpu,clocks_event_reasons.active"
+    )
 
 
 def cpu_model_of(cpuinfo: str) -> str:
@@ -94,7 +104,9 @@ def _machine() -> Machine:
     model = cpu_model_of(cpuinfo.read_text("utf-8") if cpuinfo.exists() else "")
     return Machine(
         cpu_model=model or f"unknown {platform.machine()} processor",
-        num_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else num_cpus,
+        num_cpus=len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else num_cpus,
         num_cpus_total=num_cpus,
         memory_bytes=psutil.virtual_memory().total,
         gpus=_gpus("name,memory.total,driver_version"),

@@ -68,7 +68,9 @@ class ClusterArguments(msgspec.Struct, frozen=True):
             f"{', '.join(RENDERED)}"
         ),
     ] = ""
-    out: Annotated[str, about("folder for the files (default: NAME-PLATFORM)", kind="path")] = ""
+    out: Annotated[
+        str, about("folder for the files (default: NAME-PLATFORM)", kind="path")
+    ] = ""
     state: Annotated[
         str,
         about(
@@ -85,7 +87,9 @@ class ClusterArguments(msgspec.Struct, frozen=True):
     ] = ()
     address: Annotated[
         str,
-        about("HOST:PORT of the Ray cluster to use (default: RAY_ADDRESS, or that of this host)"),
+        about(
+            "HOST:PORT of the Ray cluster to use (default: RAY_ADDRESS, or that of this host)"
+        ),
     ] = ""
     detach: Annotated[
         bool,
@@ -116,12 +120,15 @@ class ClusterArguments(msgspec.Struct, frozen=True):
     ] = ()
     api_key: Annotated[
         str,
-        about("API key that the routers ask for (default: BATON_API_KEY, or the key in the file)"),
+        about(
+            "API key that the routers ask for (default: BATON_API_KEY, or the key in the file)"
+        ),
     ] = ""
     ca_file: Annotated[
         str,
         about(
-            "PEM file with the authority that signed the certificates of https routers", kind="path"
+            "PEM file with the authority that signed the certificates of https routers",
+            kind="path",
         ),
     ] = ""
 
@@ -150,7 +157,13 @@ def main(command: str, summary: str, arguments: Sequence[str]) -> int:
     Raises `ConfigError` and `NodeError`.
     """
     given = arguments_of(command, summary, arguments)
-    commands = {"up": up, "down": down, "restart": restart, "status": status, "render": render}
+    commands = {
+        "up": up,
+        "down": down,
+        "restart": restart,
+        "status": status,
+        "render": render,
+    }
     run = commands[command]
     return run(given)
 
@@ -206,7 +219,9 @@ def up(given: ClusterArguments) -> int:
                 raise KeyboardInterrupt
             print(_report(plan, platform, folder, stays=given.stays), flush=True)
             # `baton down` may end it from elsewhere.
-            while given.stays and not interrupts.wait(WATCH_S) and read_deployment(folder):
+            while (
+                given.stays and not interrupts.wait(WATCH_S) and read_deployment(folder)
+            ):
                 pass
         except BaseException:
             platform.stop(folder, is_hurried=True)
@@ -235,27 +250,37 @@ def restart(given: ClusterArguments) -> int:
     """Let one process drain and start again, with the release that is installed now."""
     folder, deployment = deployment_of(given.path, given.state)
     if deployment.platform != LOCAL:
-        raise ConfigError(f"{deployment.name} runs on {deployment.platform}, which restarts nodes")
+        raise ConfigError(
+            f"{deployment.name} runs on {deployment.platform}, which restarts nodes"
+        )
     platform = LocalPlatform(deployment.hosts)
     before = {status.name: status for status in platform.status(folder)}
     if given.process not in before:
         hint = did_you_mean(given.process, before) or f": it has {', '.join(before)}"
-        raise ConfigError(f"{deployment.name} has no process {given.process} here{hint}")
+        raise ConfigError(
+            f"{deployment.name} has no process {given.process} here{hint}"
+        )
     platform.restart(folder, given.process)
     plan = _planned(deployment.file, addresses_by_name)
     timeout_s = given.timeout or plan.start_timeout_s + EXTRA_START_S
-    timeout_s += max(spec.grace_s for spec in plan.processes if spec.name == given.process)
+    timeout_s += max(
+        spec.grace_s for spec in plan.processes if spec.name == given.process
+    )
     deadline_s = monotonic() + timeout_s
     urls = platform.urls(plan, folder)
     with Interrupts() as interrupts:
         while not interrupts.wait(WATCH_S):
-            now = {status.name: status for status in platform.status(folder)}[given.process]
+            now = {status.name: status for status in platform.status(folder)}[
+                given.process
+            ]
             is_new = now.state == "running" and now.note != before[given.process].note
             if is_new and is_ready(given.process, urls):
                 print(f"{given.process} is ready again")
                 return 0
             if monotonic() > deadline_s:
-                raise NodeError(f"{given.process} is not ready within {timeout_s:g} s: see its log")
+                raise NodeError(
+                    f"{given.process} is not ready within {timeout_s:g} s: see its log"
+                )
     return 0
 
 
@@ -264,7 +289,8 @@ def status(given: ClusterArguments) -> int:
     is_alone = not (given.file or given.state)
     urls_alone = given.url
     if is_alone and not given.url and not Path(DEFAULT_FILE).exists():
-        urls_alone = (SERVED_URL,)  # where `baton serve` serves without further settings
+        # Where `baton serve` serves without further settings.
+        urls_alone = (SERVED_URL,)
     if is_alone and urls_alone:
         routers = routers_of(urls_alone, given.api_key)
         return show(routers, ca_file=given.ca_file, is_json=given.json)
@@ -277,11 +303,16 @@ def status(given: ClusterArguments) -> int:
     statuses = platform.status(folder)  # which tells where Ray runs the routers
     urls = platform.urls(plan, folder) if plan is not None else ()
     routers = routers_of(given.url, given.api_key, plan, urls)
-    return show(routers, deployment.name, statuses, ca_file=given.ca_file, is_json=given.json)
+    return show(
+        routers, deployment.name, statuses, ca_file=given.ca_file, is_json=given.json
+    )
 
 
 def _planned(
-    file: str, addresses_of: Callable[[Description], ClusterAddresses], *, shares_hosts: bool = True
+    file: str,
+    addresses_of: Callable[[Description], ClusterAddresses],
+    *,
+    shares_hosts: bool = True,
 ) -> ClusterPlan:
     description = read_description(Path(file), shares_hosts=shares_hosts)
     try:
@@ -299,14 +330,20 @@ def _addresses_on(platform: str) -> Callable[[Description], ClusterAddresses]:
     return addresses_of
 
 
-def _platform_of(deployment: Deployment, given: ClusterArguments | None = None) -> Platform:
+def _platform_of(
+    deployment: Deployment, given: ClusterArguments | None = None
+) -> Platform:
     """Return what runs a deployment; `given` are the arguments of `up`."""
     if deployment.platform != RAY:
-        return LocalPlatform(deployment.hosts, is_tied=given is not None and given.stays)
+        return LocalPlatform(
+            deployment.hosts, is_tied=given is not None and given.stays
+        )
     _check_ray()
     from baton.deploy.cluster.platforms.ray import RayPlatform
 
-    return RayPlatform(deployment.address, may_wait=given is not None and given.timeout > 0)
+    return RayPlatform(
+        deployment.address, may_wait=given is not None and given.timeout > 0
+    )
 
 
 def _check_ray() -> None:
@@ -325,7 +362,9 @@ def _report(plan: ClusterPlan, platform: Platform, folder: Path, *, stays: bool)
     return "\n".join([*lines, how])
 
 
-def arguments_of(command: str, summary: str, arguments: Sequence[str]) -> ClusterArguments:
+def arguments_of(
+    command: str, summary: str, arguments: Sequence[str]
+) -> ClusterArguments:
     """Return the parsed arguments; `--help` prints and exits. Raises `ConfigError`."""
     parser = parser_of(command, summary)
     parsed = parser.parse_args(arguments)
@@ -351,14 +390,18 @@ def arguments_of(command: str, summary: str, arguments: Sequence[str]) -> Cluste
     if command in ("up", "render") and given.on not in platforms:
         raise ConfigError(f"--on {given.on}: choose one of {', '.join(platforms)}")
     if given.address and given.on != RAY:
-        raise ConfigError("--address is that of a Ray cluster: add `--on ray`, or leave it out")
+        raise ConfigError(
+            "--address is that of a Ray cluster: add `--on ray`, or leave it out"
+        )
     if given.detach and given.on == RAY:
         raise ConfigError(
             "--detach: a cluster on Ray ends with its driver; leave it in the background with "
             f"`ray job submit --no-wait -- baton up {given.path} --on ray`"
         )
     if given.host and given.on == RAY:
-        raise ConfigError("--host: Ray chooses the hosts of all processes; leave this out")
+        raise ConfigError(
+            "--host: Ray chooses the hosts of all processes; leave this out"
+        )
     return given
 
 
@@ -377,7 +420,9 @@ def parser_of(command: str, summary: str) -> FlagParser:
 
 
 def _fields(command: str) -> list[Field]:
-    return [field for field in fields_of(ClusterArguments) if field.name in FLAGS[command]]
+    return [
+        field for field in fields_of(ClusterArguments) if field.name in FLAGS[command]
+    ]
 
 
 def _platforms(command: str) -> tuple[str, ...]:

@@ -64,8 +64,10 @@ class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     http_port: PortOrFree = 0
     cpus: MachineCount = 0  # of each node; 0 sets no limit
     memory_mib: Annotated[int, Meta(ge=0)] = 0  # of each node; 0 sets no limit
-    node_selector: dict[str, str] = {}  # labels or features that a node's machine must have
-    resources: dict[str, str] = {}  # further ones of the platform, such as rdma/hca: "1"
+    # Labels or features that a node's machine must have.
+    node_selector: dict[str, str] = {}
+    # Further ones of the platform, such as rdma/hca: "1".
+    resources: dict[str, str] = {}
     max_replicas: MachineCount = 0  # to which the pool is scaled; 0 never changes it
     pod: dict[str, object] = {}
     annotations: dict[str, str] = {}
@@ -78,7 +80,8 @@ class SystemdOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     scope: SystemdScope = "system"
     user: str = "baton"  # the user that runs the processes of system units
-    program: str = ""  # path of `baton` on the hosts; empty takes that of this environment
+    # Path of `baton` on the hosts; empty takes that of this environment.
+    program: str = ""
 
 
 class KubernetesOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -91,11 +94,13 @@ class KubernetesOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     namespace: str = ""  # empty takes the name of the cluster
     image: str = "baton:latest"
     model_claim: str = ""  # the PersistentVolumeClaim that holds the model folder
-    cache_claim: str = ""  # that of downloaded models and compiled kernels; empty keeps none
+    # That of downloaded models and compiled kernels; empty keeps none.
+    cache_claim: str = ""
     pod: dict[str, object] = {}
     annotations: dict[str, str] = {}  # of every pod
     prometheus: str = ""  # its URL, which KEDA asks when to scale pools
-    external_metrics: bool = False  # an adapter publishes baton's metrics for autoscalers
+    # An adapter publishes baton's metrics for autoscalers.
+    external_metrics: bool = False
     pod_monitor: bool = False  # for the operator of Prometheus
 
 
@@ -105,7 +110,8 @@ class SlurmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     partition: str = ""
     account: str = ""
     time: str = ""  # the longest time of the job, as sbatch takes it
-    arguments: tuple[str, ...] = ()  # further ones of sbatch, for every component of the job
+    # Further ones of sbatch, for every component of the job.
+    arguments: tuple[str, ...] = ()
 
 
 class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -115,7 +121,8 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pools: dict[Name, Pool]
     model: str = ""  # folder, or name on the Hugging Face hub; empty is the demo model
     key: str = ""  # file of `baton keygen`
-    logs: str = ""  # folder for the output of the processes; empty keeps it in the state folder
+    # Folder for the output of the processes; empty keeps it in the state folder.
+    logs: str = ""
     gpus_per_host: MachineCount = 0  # with which Slurm packs nodes; 0: a host for each
     routers: tuple[RouterSpec, ...] = (RouterSpec(),)
     settings: Settings = {}
@@ -131,7 +138,9 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def check_no_hosts(self, advice: str) -> None:
         """Raise `ConfigError` if a host is named, for platforms that choose the hosts."""
         named = [f"routers[{i}].host" for i, one in enumerate(self.routers) if one.host]
-        named += [f"pools.{name}.hosts" for name, pool in self.pools.items() if pool.hosts]
+        named += [
+            f"pools.{name}.hosts" for name, pool in self.pools.items() if pool.hosts
+        ]
         if named:
             raise ConfigError(f"{named[0]}: {advice}")
 
@@ -160,7 +169,8 @@ def parse_description(path: Path) -> Description:
             },
             routers=tuple(
                 msgspec.structs.replace(
-                    router, settings=values_of(router.settings, f"routers[{i}].settings")
+                    router,
+                    settings=values_of(router.settings, f"routers[{i}].settings"),
                 )
                 for i, router in enumerate(found.routers)
             ),
@@ -174,9 +184,13 @@ def read_yaml(path: Path) -> object:
     try:
         return yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; name the file to read") from error
+        raise ConfigError(
+            f"cannot read {path}: {error.strerror}; name the file to read"
+        ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(
+            f"{path} is not valid YAML: {' '.join(str(error).split())}"
+        ) from error
 
 
 class _UniqueKeys(yaml.SafeLoader):

@@ -74,7 +74,9 @@ def check_machine(plan: ClusterPlan, specs: Sequence[ProcessSpec]) -> None:
             )
 
 
-def on_this_machine(specs: Sequence[ProcessSpec], shared: str = "") -> tuple[ProcessSpec, ...]:
+def on_this_machine(
+    specs: Sequence[ProcessSpec], shared: str = ""
+) -> tuple[ProcessSpec, ...]:
     """Give the processes the GPUs, CPUs and memory that this command may use.
 
     Nodes that compute on CPUs and set no number of threads share the CPUs. Through the file
@@ -82,7 +84,9 @@ def on_this_machine(specs: Sequence[ProcessSpec], shared: str = "") -> tuple[Pro
     """
     num_sharing = sum(_shares_cpus(spec) for spec in specs)
     return tuple(
-        _with_share(spec, num_sharing, shared) if _shares_cpus(spec) else _with_visible_gpus(spec)
+        _with_share(spec, num_sharing, shared)
+        if _shares_cpus(spec)
+        else _with_visible_gpus(spec)
         for spec in with_shared_memory(specs)
     )
 
@@ -92,7 +96,9 @@ def with_shared_memory(specs: Sequence[ProcessSpec]) -> list[ProcessSpec]:
     on_cpus = [spec for spec in specs if spec.role != "router" and not spec.gpus]
     memory = {"BATON_CACHE_SHARED_BY": str(len(on_cpus))}
     return [
-        msgspec.structs.replace(spec, env=memory | spec.env) if spec in on_cpus else spec
+        msgspec.structs.replace(spec, env=memory | spec.env)
+        if spec in on_cpus
+        else spec
         for spec in specs
     ]
 
@@ -122,14 +128,18 @@ def _with_share(spec: ProcessSpec, num_nodes: int, shared: str) -> ProcessSpec:
 
 def _set(spec: ProcessSpec, setting: str) -> str:
     """Return the value that a command gives to a setting; empty if it gives none."""
-    values = [word.partition("=")[2] for word in spec.argv if word.startswith(f"{setting}=")]
+    values = [
+        word.partition("=")[2] for word in spec.argv if word.startswith(f"{setting}=")
+    ]
     return values[-1] if values else ""
 
 
 def _check_model(description: Description, *, needs_weights: bool) -> None:
     config = ClusterConfig()
     model = msgspec.structs.replace(config.model, path=description.model)
-    with_model(msgspec.structs.replace(config, model=model), needs_weights=needs_weights)
+    with_model(
+        msgspec.structs.replace(config, model=model), needs_weights=needs_weights
+    )
 
 
 def bound_address(spec: ProcessSpec, port: str) -> str:

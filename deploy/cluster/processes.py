@@ -14,7 +14,12 @@ from typing import Literal
 import msgspec
 
 from baton.deploy.cluster.description import Description, Pool, RouterSpec, Settings
-from baton.deploy.cluster.reading import config_of, is_loopback, placed_hosts, tensor_parallel
+from baton.deploy.cluster.reading import (
+    config_of,
+    is_loopback,
+    placed_hosts,
+    tensor_parallel,
+)
 from baton.protocol.errors import ConfigError
 from baton.protocol.messages import Role
 from baton.runtime.channels.endpoint import bracketed
@@ -30,7 +35,8 @@ EXTRA_GRACE_S = 10.0
 _PORT_VARIABLES = {"peers": "BATON_NODE_BIND", "http": "BATON_NODE_HTTP"}
 # Such as HF_TOKEN, AWS_SECRET_ACCESS_KEY and OTEL_EXPORTER_OTLP_HEADERS.
 _LOOKS_SECRET = re.compile(
-    r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|ACCESS_KEY|PRIVATE_KEY|_HEADERS)$", re.I
+    r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|ACCESS_KEY|PRIVATE_KEY|_HEADERS)$",
+    re.I,
 )
 
 
@@ -43,9 +49,11 @@ class ClusterAddresses(msgspec.Struct, frozen=True):
 
     routers: tuple[str, ...]  # the address of each router, which nodes and clients dial
     node: str  # the address of a node without a host of its own, which other nodes dial
-    listen: str = ""  # what routers, and the HTTP of nodes, bind; empty is what is dialled
+    # What routers, and the HTTP of nodes, bind; empty is what is dialled.
+    listen: str = ""
     host: str = ""  # the host of every process without one; empty: the platform chooses
-    key: str = ""  # where the described key file lies there; empty is where the description says
+    # Where the described key file lies there; empty is where the description says.
+    key: str = ""
 
 
 class NamedPort(msgspec.Struct, frozen=True):
@@ -62,7 +70,8 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     index: int  # in its pool
     argv: tuple[str, ...]  # `baton ROLE ...`
     env: dict[str, str]
-    secret_env: dict[str, str]  # a platform writes these only where other users cannot read
+    # A platform writes these only where other users cannot read.
+    secret_env: dict[str, str]
     host: str  # empty where the platform chooses
     ports: tuple[NamedPort, ...]
     grace_s: float  # from SIGTERM to a forced end
@@ -88,13 +97,17 @@ class ClusterPlan(msgspec.Struct, frozen=True):
     def start_timeout_s(self) -> float:
         """Return the longest time from the start of a node until it is ready."""
         pools = self.description.pools.values()
-        return max(config_of(self.description, p.settings).node.start_timeout_s for p in pools)
+        return max(
+            config_of(self.description, p.settings).node.start_timeout_s for p in pools
+        )
 
 
 def plan_of(description: Description, addresses: ClusterAddresses) -> ClusterPlan:
     """Return the plan. Raises `ConfigError` if processes would reach other hosts without a key."""
     keys = config_of(description, {}).keys
-    if not (description.key or keys.insecure or all(map(is_loopback, addresses.routers))):
+    if not (
+        description.key or keys.insecure or all(map(is_loopback, addresses.routers))
+    ):
         raise ConfigError(
             "key: processes on several hosts need a key; make one with `baton keygen cluster.key` "
             "and write `key: cluster.key` into the description"
@@ -102,7 +115,9 @@ def plan_of(description: Description, addresses: ClusterAddresses) -> ClusterPla
     return ClusterPlan(description, processes_of(description, addresses))
 
 
-def processes_of(description: Description, addresses: ClusterAddresses) -> tuple[ProcessSpec, ...]:
+def processes_of(
+    description: Description, addresses: ClusterAddresses
+) -> tuple[ProcessSpec, ...]:
     """Return every process: the routers, then the nodes pool by pool."""
     assert len(addresses.routers) == len(description.routers)
     processes = [
@@ -125,7 +140,10 @@ def processes_of(description: Description, addresses: ClusterAddresses) -> tuple
 
 
 def _router(
-    description: Description, addresses: ClusterAddresses, index: int, router: RouterSpec
+    description: Description,
+    addresses: ClusterAddresses,
+    index: int,
+    router: RouterSpec,
 ) -> ProcessSpec:
     settings = {**_common(description, addresses), **router.settings}
     listen = addresses.listen or addresses.routers[index]
@@ -155,7 +173,8 @@ def _router(
             NamedPort("http", router.port),
             NamedPort("control", router.control_port),
         ),
-        grace_s=config_of(description, router.settings).router.shutdown_timeout_s + EXTRA_GRACE_S,
+        grace_s=config_of(description, router.settings).router.shutdown_timeout_s
+        + EXTRA_GRACE_S,
         is_tls=config_of(description, router.settings).router.speaks_tls,
     )
 
@@ -195,13 +214,20 @@ def _node(
     if gpu_ids:
         env[VISIBLE_GPUS] = ",".join(map(str, gpu_ids))
     env, secret_env = _split(description, env)
-    settings = {**_common(description, addresses), **_computing(description, pool), **pool.settings}
+    settings = {
+        **_common(description, addresses),
+        **_computing(description, pool),
+        **pool.settings,
+    }
     return ProcessSpec(
         name=name,
         role=pool.role,
         pool=pool_name,
         index=index,
-        argv=_argv(pool.role, {k: v for k, v in settings.items() if not k.startswith("router.")}),
+        argv=_argv(
+            pool.role,
+            {k: v for k, v in settings.items() if not k.startswith("router.")},
+        ),
         env=env,
         secret_env=secret_env,
         host=host,
@@ -219,7 +245,9 @@ def _node(
     )
 
 
-def filled(spec: ProcessSpec, host: str, nth: int, values: Mapping[str, str]) -> ProcessSpec:
+def filled(
+    spec: ProcessSpec, host: str, nth: int, values: Mapping[str, str]
+) -> ProcessSpec:
     """Return `spec` as it runs on `host`, as the `nth` node of its pool there.
 
     `values` holds the text of each variable. `nth` is added to fixed ports of a node.
@@ -239,7 +267,9 @@ def _with_values(text: str, values: Mapping[str, str]) -> str:
     return text
 
 
-def _split(description: Description, env: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+def _split(
+    description: Description, env: dict[str, str]
+) -> tuple[dict[str, str], dict[str, str]]:
     """Return the public variables, and those that the description or their names mark as secret."""
     hidden = {
         name: text

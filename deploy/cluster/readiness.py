@@ -33,7 +33,11 @@ def wait_until_ready(
     """
     own = platform.own(plan)
     is_central = any(spec.role == "router" for spec in own)
-    nodes = [spec for spec in (plan.processes if is_central else own) if spec.role != "router"]
+    nodes = [
+        spec
+        for spec in (plan.processes if is_central else own)
+        if spec.role != "router"
+    ]
     standstill = Standstill(timeout_s)
     progress = StartProgress()
     while not interrupts.wait(WATCH_S):
@@ -43,7 +47,9 @@ def wait_until_ready(
         urls = platform.urls(plan, folder)
         missing, phases = _missing_of(plan, nodes, urls)
         if len(urls) < len(plan.pool(ROUTERS)):
-            missing = [f"{_who(one)} is waiting; {one.note}" for one in statuses] + missing
+            missing = [
+                f"{_who(one)} is waiting; {one.note}" for one in statuses
+            ] + missing
         elif not missing:
             return True
         progress.show(phases)
@@ -62,7 +68,9 @@ def is_ready(name: str, urls: Sequence[str]) -> bool:
     return all(health is not None and name in health.ready_ids for health in replies)
 
 
-def check_ids(plan: ClusterPlan, own: Sequence[ProcessSpec], urls: Sequence[str]) -> None:
+def check_ids(
+    plan: ClusterPlan, own: Sequence[ProcessSpec], urls: Sequence[str]
+) -> None:
     """Raise `NodeError` if a router has a node with the id of a node that is about to start."""
     for router, url in zip(plan.pool(ROUTERS), urls, strict=False):
         health = ask_health(url) or HealthReply()
@@ -104,7 +112,9 @@ def _missing_of(
             )
             continue
         phases |= {node.node_id: node.doing for node in health.nodes}
-        missing += [one for spec in nodes if (one := _lack(spec, router, health)) is not None]
+        missing += [
+            one for spec in nodes if (one := _lack(spec, router, health)) is not None
+        ]
     return missing, phases
 
 
@@ -119,4 +129,6 @@ def _lack(spec: ProcessSpec, router: ProcessSpec, health: HealthReply) -> str | 
         )
     if node.state == "ready":
         return None
-    return f"{_who(spec)} is {node.doing} at {router.name}; {node.reason or 'see its log'}"
+    return (
+        f"{_who(spec)} is {node.doing} at {router.name}; {node.reason or 'see its log'}"
+    )

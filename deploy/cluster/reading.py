@@ -13,7 +13,12 @@ from pathlib import Path
 
 import msgspec
 
-from baton.deploy.cluster.description import Description, Pool, Settings, parse_description
+from baton.deploy.cluster.description import (
+    Description,
+    Pool,
+    Settings,
+    parse_description,
+)
 from baton.protocol.config import ClusterConfig, KeysConfig
 from baton.protocol.errors import ConfigError
 from baton.protocol.pairing import degrees_problem
@@ -79,12 +84,17 @@ def config_of(description: Description, own: Settings) -> ClusterConfig:
 
 
 def tensor_parallel(description: Description, pool: Pool) -> int:
-    return pool.gpus or config_of(description, pool.settings).engine.tensor_parallel_size
+    return (
+        pool.gpus or config_of(description, pool.settings).engine.tensor_parallel_size
+    )
 
 
 def placed_hosts(pool: Pool) -> list[str]:
     """Return the host of each node, empty where the platform chooses."""
-    return [pool.hosts[i % len(pool.hosts)] if pool.hosts else "" for i in range(pool.replicas)]
+    return [
+        pool.hosts[i % len(pool.hosts)] if pool.hosts else ""
+        for i in range(pool.replicas)
+    ]
 
 
 def _problems(description: Description) -> Iterator[str]:
@@ -121,7 +131,8 @@ def _settings_problems(description: Description) -> Iterator[str]:
         ("settings", description.settings, None)
     ]
     blocks += [
-        (f"pools.{n}.settings", p.settings, POOL_SECTIONS) for n, p in description.pools.items()
+        (f"pools.{n}.settings", p.settings, POOL_SECTIONS)
+        for n, p in description.pools.items()
     ]
     blocks += [
         (f"routers[{i}].settings", router.settings, ROUTER_SECTIONS)
@@ -134,8 +145,12 @@ def _settings_problems(description: Description) -> Iterator[str]:
             if sections is not None and name.partition(".")[0] not in sections:
                 yield f"{at}.{name}: all processes share this setting; write it under `settings`"
     environments = [("env", description.env)]
-    environments += [(f"pools.{name}.env", pool.env) for name, pool in description.pools.items()]
-    environments += [(f"routers[{i}].env", one.env) for i, one in enumerate(description.routers)]
+    environments += [
+        (f"pools.{name}.env", pool.env) for name, pool in description.pools.items()
+    ]
+    environments += [
+        (f"routers[{i}].env", one.env) for i, one in enumerate(description.routers)
+    ]
     for at, env in environments:
         for name in env:
             if name.startswith(VARIABLE_PREFIX):
@@ -171,7 +186,9 @@ def _split_problems(description: Description) -> Iterator[str]:
         yield f"pools: {error.message}"
     for name, pool in prefill.items():
         for other, partner in decode.items():
-            ours, theirs = (tensor_parallel(description, one) for one in (pool, partner))
+            ours, theirs = (
+                tensor_parallel(description, one) for one in (pool, partner)
+            )
             if degrees_problem(ours, theirs) is not None:
                 yield (
                     f"pools.{name}.gpus is {ours} and pools.{other}.gpus is {theirs}: of the two "
@@ -193,14 +210,18 @@ def _host_problems(description: Description) -> Iterator[str]:
     named: dict[str, tuple[str, ...]] = {
         f"routers[{i}].host": (one.host,) for i, one in enumerate(description.routers)
     }
-    named |= {f"pools.{name}.hosts": pool.hosts for name, pool in description.pools.items()}
+    named |= {
+        f"pools.{name}.hosts": pool.hosts for name, pool in description.pools.items()
+    }
     empty = [at for at, hosts in named.items() if not any(hosts)]
     if empty and len(empty) < len(named):
         yield (
             f"{empty[0]}: no host is named, but other processes have one; name the hosts of all "
             "routers and pools, or of none"
         )
-    is_far = any(host and not is_loopback(host) for hosts in named.values() for host in hosts)
+    is_far = any(
+        host and not is_loopback(host) for hosts in named.values() for host in hosts
+    )
     for at, hosts in named.items():
         for host in hosts:
             if is_far and is_loopback(host):
@@ -228,7 +249,10 @@ def _ports(description: Description) -> Iterator[tuple[str, str, int]]:
     for name, pool in description.pools.items():
         on_host: Counter[str] = Counter()
         for i, host in enumerate(placed_hosts(pool)):
-            for key, port in (("peer_port", pool.peer_port), ("http_port", pool.http_port)):
+            for key, port in (
+                ("peer_port", pool.peer_port),
+                ("http_port", pool.http_port),
+            ):
                 if port:
                     yield f"pools.{name}.{key} (node {i})", host, port + on_host[host]
             on_host[host] += 1
@@ -240,5 +264,7 @@ def _beside(path: Path, name: str) -> str:
 
 def _model_beside(path: Path, name: str) -> str:
     """Return the folder beside the file, or else `name`, which may be a model of the hub."""
-    is_folder = name.startswith((".", "~")) or (bool(name) and (path.parent / name).is_dir())
+    is_folder = name.startswith((".", "~")) or (
+        bool(name) and (path.parent / name).is_dir()
+    )
     return _beside(path, name) if is_folder else name

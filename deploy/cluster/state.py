@@ -86,7 +86,9 @@ class ProcessId(msgspec.Struct, frozen=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             found = psutil.Process(self.pid)
             is_zombie = found.status() == psutil.STATUS_ZOMBIE
-            return found if _started_s(found) == self.started_s and not is_zombie else None
+            return (
+                found if _started_s(found) == self.started_s and not is_zombie else None
+            )
         return None
 
     def signal(self, number: signal.Signals) -> bool:
@@ -201,4 +203,5 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def _started_s(process: psutil.Process) -> float:
-    return round(process.create_time() - psutil.boot_time(), 2)  # in ticks of the kernel
+    # In ticks of the kernel.
+    return round(process.create_time() - psutil.boot_time(), 2)

@@ -25,7 +25,16 @@ TIMEOUT_S = 2.0
 KEY_VARIABLE = "BATON_API_KEY"
 KEYS = "BATON_ROUTER_API_KEYS"
 # The states of a node at a router, the worst first; "absent" is one that the router does not know.
-STATES = ("lost", "silent", "stuck", "absent", "starting", "degraded", "draining", "ready")
+STATES = (
+    "lost",
+    "silent",
+    "stuck",
+    "absent",
+    "starting",
+    "degraded",
+    "draining",
+    "ready",
+)
 HEAD = (
     "process",
     "role",
@@ -87,7 +96,10 @@ class StatusRow(msgspec.Struct, frozen=True):
 
 
 def routers_of(
-    named: Sequence[str], api_key: str, plan: ClusterPlan | None = None, urls: Sequence[str] = ()
+    named: Sequence[str],
+    api_key: str,
+    plan: ClusterPlan | None = None,
+    urls: Sequence[str] = (),
 ) -> list[RouterReply]:
     """Return the routers to ask: the `named` URLs, or those of a plan, which are at `urls`."""
     own = [
@@ -118,14 +130,18 @@ def show(
     trust = client_context(ca_file)
     with ThreadPoolExecutor(max(1, len(routers))) as threads:
         replies = list(threads.map(partial(ask, trust), routers))
-    problems = [f"{one.name} at {one.url} {one.problem}" for one in replies if one.problem]
+    problems = [
+        f"{one.name} at {one.url} {one.problem}" for one in replies if one.problem
+    ]
     rows = rows_of(statuses or (), replies)
     if is_json:
         print(msgspec.json.encode(rows).decode())
     else:
         table = cells(rows)
         kept = [i for i in range(len(HEAD)) if i < 2 or any(row[i] for row in table)]
-        lines = lines_of([[row[i] for i in kept] for row in (HEAD, *table)]) if rows else ""
+        lines = (
+            lines_of([[row[i] for i in kept] for row in (HEAD, *table)]) if rows else ""
+        )
         print("\n".join(filter(None, [summary_of(name, replies), lines, *problems])))
     if statuses is None:
         return int(bool(problems))
@@ -138,7 +154,9 @@ def ask(trust: ssl.SSLContext, router: RouterReply) -> RouterReply:
     connection, base = connection_to(router.url, TIMEOUT_S, trust)
     try:
         with contextlib.closing(connection):
-            connection.request("GET", f"{base.rstrip('/')}/status.json", headers=headers)
+            connection.request(
+                "GET", f"{base.rstrip('/')}/status.json", headers=headers
+            )
             reply = connection.getresponse()
             if reply.status == 200:
                 document = msgspec.json.decode(reply.read(), type=RouterDocument)
@@ -162,7 +180,8 @@ def summary_of(name: str, replies: Sequence[RouterReply]) -> str:
         return ""
     parts = [
         " and ".join(sorted({one.status for one in documents})),
-        ", ".join(sorted({one.model for one in documents if one.model})) or "no model yet",
+        ", ".join(sorted({one.model for one in documents if one.model}))
+        or "no model yet",
         f"baton {', '.join(sorted({one.version for one in documents}))}",
         f"{sum(one.num_running for one in documents)} running",
         f"{sum(one.num_queued for one in documents)} queued",
@@ -171,7 +190,9 @@ def summary_of(name: str, replies: Sequence[RouterReply]) -> str:
     return (f"{name}: " if name else "") + " · ".join(parts)
 
 
-def rows_of(statuses: Sequence[ProcessStatus], replies: Sequence[RouterReply]) -> list[StatusRow]:
+def rows_of(
+    statuses: Sequence[ProcessStatus], replies: Sequence[RouterReply]
+) -> list[StatusRow]:
     """Return the processes of the deployment, then those that only the routers know."""
     rows = [StatusRow(**msgspec.structs.asdict(one)) for one in statuses]
     documents = {one.name: one.document for one in replies if one.document is not None}
@@ -183,14 +204,19 @@ def rows_of(statuses: Sequence[ProcessStatus], replies: Sequence[RouterReply]) -
     known = {row.name for row in rows}
     rows += [StatusRow(one.name, "router") for one in replies if one.name not in known]
     rows += [StatusRow(name, nodes[name]) for name in sorted(nodes.keys() - known)]
-    return [_row(row, documents) if row.name in documents | nodes else row for row in rows]
+    return [
+        _row(row, documents) if row.name in documents | nodes else row for row in rows
+    ]
 
 
 def _row(row: StatusRow, documents: dict[str, RouterDocument]) -> StatusRow:
     """Add what the routers know of a process."""
     if (own := documents.get(row.name)) is not None:
         row = msgspec.structs.replace(
-            row, health=own.status, num_running=own.num_running, num_waiting=own.num_queued
+            row,
+            health=own.status,
+            num_running=own.num_running,
+            num_waiting=own.num_queued,
         )
         pairs = list(own.pairs)
     else:
@@ -201,7 +227,9 @@ def _row(row: StatusRow, documents: dict[str, RouterDocument]) -> StatusRow:
             for pair in document.pairs
             if row.name in (pair.prefill_node, pair.decode_node)
         ]
-    return msgspec.structs.replace(row, num_handoffs=sum(pair.num_handoffs for pair in pairs))
+    return msgspec.structs.replace(
+        row, num_handoffs=sum(pair.num_handoffs for pair in pairs)
+    )
 
 
 def _with_health(row: StatusRow, documents: dict[str, RouterDocument]) -> StatusRow:
@@ -213,7 +241,8 @@ def _with_health(row: StatusRow, documents: dict[str, RouterDocument]) -> Status
             if node.node_id == row.name:
                 seen[name] = node
     router, worst = min(
-        seen.items(), key=lambda one: STATES.index(one[1].state) if one[1].state in STATES else 0
+        seen.items(),
+        key=lambda one: STATES.index(one[1].state) if one[1].state in STATES else 0,
     )
     is_agreed = len({one.state for one in seen.values()}) == 1
     row = msgspec.structs.replace(
@@ -260,6 +289,8 @@ def lines_of(rows: Sequence[Sequence[str]]) -> str:
     """Return the rows as lines, each column as wide as its longest text."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        "  ".join(
+            cell.ljust(width) for cell, width in zip(row, widths, strict=True)
+        ).rstrip()
         for row in rows
     )

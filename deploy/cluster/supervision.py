@@ -17,11 +17,23 @@ from typing import IO
 import msgspec
 
 from baton.deploy.cluster.processes import ProcessSpec
-from baton.deploy.cluster.state import ProcessState, ProcessStatus, open_private, write_private
+from baton.deploy.cluster.state import (
+    ProcessState,
+    ProcessStatus,
+    open_private,
+    write_private,
+)
 from baton.protocol.config import LogConfig
 from baton.runtime.clock import monotonic
 from baton.runtime.log import logger, relayed, setup
-from baton.runtime.process import Command, Exit, Interrupts, Supervisor, die_with_parent, log_exit
+from baton.runtime.process import (
+    Command,
+    Exit,
+    Interrupts,
+    Supervisor,
+    die_with_parent,
+    log_exit,
+)
 
 WATCH_S = 0.1
 HURRIED_S = 2.5
@@ -47,7 +59,9 @@ class HostProcesses:
         self._files: dict[str, IO[bytes]] = {}
         self._failing: dict[str, str] = {}  # log that cannot be written -> reason
         self._ends: dict[str, str] = {}  # why a process ended the last time
-        routers = tuple(_command(spec) for spec in job.processes if spec.role == "router")
+        routers = tuple(
+            _command(spec) for spec in job.processes if spec.role == "router"
+        )
         nodes = tuple(_command(spec) for spec in job.processes if spec.role != "router")
         self._routers = Supervisor(routers, monotonic, self._relay)
         self._nodes = Supervisor(nodes, monotonic, self._relay, may_leave=True)
@@ -78,7 +92,11 @@ class HostProcesses:
     def stop(self, *, is_hurried: bool) -> None:
         """End the routers, then the nodes, each with its `grace_s` unless it is hurried."""
         for supervisor, is_router in ((self._routers, True), (self._nodes, False)):
-            specs = [one for one in self._job.processes if (one.role == "router") is is_router]
+            specs = [
+                one
+                for one in self._job.processes
+                if (one.role == "router") is is_router
+            ]
             grace_s = max((spec.grace_s for spec in specs), default=0.0)
             supervisor.stop(HURRIED_S if is_hurried else grace_s, is_hurried=is_hurried)
         for file in self._files.values():
@@ -97,7 +115,9 @@ class HostProcesses:
             state: ProcessState = "running" if pid is not None else "ended"
             note = f"pid {pid}" if pid is not None else ""
             last_end = self._ends.get(spec.name, "")
-            found.append(ProcessStatus(spec.name, spec.role, spec.host, state, note, last_end))
+            found.append(
+                ProcessStatus(spec.name, spec.role, spec.host, state, note, last_end)
+            )
         return found
 
     def _relay(self, name: str, line: str) -> None:
@@ -135,7 +155,9 @@ def _command(spec: ProcessSpec) -> Command:
 
 
 def supervise(
-    job: HostJob, folder: Path | None = None, is_over: Callable[[], bool] = lambda: False
+    job: HostJob,
+    folder: Path | None = None,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> bool:
     """Supervise processes until SIGTERM, which lets them drain, or SIGINT.
 

@@ -65,24 +65,40 @@ class RemoteHost(msgspec.Struct, frozen=True):
         assert self.launcher is not None
         env = (self.nodes or self.specs)[0].env
         # Settings are in the words; other variables of a node, such as UCX_TLS, matter here too.
-        given = [f"{name}={text}" for name, text in env.items() if not name.startswith("BATON_")]
+        given = [
+            f"{name}={text}"
+            for name, text in env.items()
+            if not name.startswith("BATON_")
+        ]
         settings: dict[str, str] = {}
         for spec in self.specs:
             settings = settings_of(spec) | settings
         settings.pop(POOL, None)
-        flags = [word for name, text in settings.items() for word in (_flag(name), text)]
-        inner = [*(["env", *given] if given else []), *self.program, "doctor", *words, *flags]
+        flags = [
+            word for name, text in settings.items() for word in (_flag(name), text)
+        ]
+        inner = [
+            *(["env", *given] if given else []),
+            *self.program,
+            "doctor",
+            *words,
+            *flags,
+        ]
         return [*self.launcher, *(map(shlex.quote, inner) if self.launcher else inner)]
 
 
-def check_cluster(file: str, *, via: str, state: str, timeout_s: float) -> Iterator[Finding]:
+def check_cluster(
+    file: str, *, via: str, state: str, timeout_s: float
+) -> Iterator[Finding]:
     """Yield the findings, host by host and then path by path. Raises `ConfigError`."""
     description = read_description(Path(file))
     hosts = _hosts_of(description, via)
     is_up = read_deployment(state_folder(description.name, state)) is not None
     reached = [host for host in hosts if host.launcher is not None]
     with ThreadPoolExecutor(MAX_AT_ONCE) as threads:
-        reports = list(threads.map(lambda host: _report(host, hosts, is_up=is_up), reached))
+        reports = list(
+            threads.map(lambda host: _report(host, hosts, is_up=is_up), reached)
+        )
     for host, report in zip(reached, reports, strict=True):
         yield from (_at(host.name, finding) for finding in report.findings)
     for host in hosts:
@@ -92,7 +108,9 @@ def check_cluster(file: str, *, via: str, state: str, timeout_s: float) -> Itera
                 f"--via 'ssh {HOST}', or run `baton doctor {file}` on it too"
             )
             yield _at(host.name, warning("host", text))
-    yield from compared({host.name: one for host, one in zip(reached, reports, strict=True)})
+    yield from compared(
+        {host.name: one for host, one in zip(reached, reports, strict=True)}
+    )
     able = [host for host, one in zip(reached, reports, strict=True) if one.version]
     for prefill, decode in product(able, able):
         if prefill.has("prefill") and decode.has("decode"):
@@ -103,27 +121,47 @@ def compared(reports: dict[str, MachineReport]) -> list[Finding]:
     """Return a finding for everything that must be equal on all hosts."""
     findings = []
     for check, values, advice in (
-        ("versions", {h: one.version for h, one in reports.items()}, "install one release on all"),
-        ("keys", {h: one.key for h, one in reports.items()}, "copy one key file to all hosts"),
-        ("models", {h: one.model for h, one in reports.items()}, "copy one model to all hosts"),
+        (
+            "versions",
+            {h: one.version for h, one in reports.items()},
+            "install one release on all",
+        ),
+        (
+            "keys",
+            {h: one.key for h, one in reports.items()},
+            "copy one key file to all hosts",
+        ),
+        (
+            "models",
+            {h: one.model for h, one in reports.items()},
+            "copy one model to all hosts",
+        ),
     ):
         known = {host: value for host, value in values.items() if value}
         if len(known) < 2:
             continue
         usual, count = Counter(known.values()).most_common(1)[0]
-        odd = "; ".join(f"{host} has {value}" for host, value in known.items() if value != usual)
+        odd = "; ".join(
+            f"{host} has {value}" for host, value in known.items() if value != usual
+        )
         if odd:
-            findings.append(fault(check, f"{odd}; {count} hosts have {usual}: {advice}"))
+            findings.append(
+                fault(check, f"{odd}; {count} hosts have {usual}: {advice}")
+            )
         else:
             findings.append(ok(check, f"{usual} on {count} hosts"))
     return [_at(ALL, finding) for finding in findings]
 
 
-def machine_words(host: RemoteHost, hosts: Sequence[RemoteHost], *, is_up: bool) -> list[str]:
+def machine_words(
+    host: RemoteHost, hosts: Sequence[RemoteHost], *, is_up: bool
+) -> list[str]:
     """Return the words that check a host. Running processes have their pools and ports already."""
     words = ["--json"]
     if not is_up:
-        pool_mib = sum(int(settings_of(one).get(POOL, 0)) for one in host.nodes if not one.gpus)
+        pool_mib = sum(
+            int(settings_of(one).get(POOL, 0)) for one in host.nodes if not one.gpus
+        )
         words += [_flag(POOL), str(pool_mib)] if pool_mib else []
         for spec in host.specs:
             for port in spec.ports:
@@ -151,7 +189,9 @@ def _hosts_of(description: Description, via: str) -> list[RemoteHost]:
     except ValueError as error:
         raise ConfigError(f"--via {via}: {error}") from error
     if launcher and not any(HOST in word for word in launcher):
-        raise ConfigError(f"--via {via}: write {HOST} where the host belongs: 'ssh {HOST}'")
+        raise ConfigError(
+            f"--via {via}: write {HOST} where the host belongs: 'ssh {HOST}'"
+        )
     plan = plan_of(description, addresses_by_name(description))
     hosts = []
     for name in dict.fromkeys(spec.host for spec in plan.processes):
@@ -174,13 +214,19 @@ def _dialled(host: RemoteHost, hosts: Sequence[RemoteHost]) -> list[str]:
     if host.has("prefill"):
         decode = [spec for one in hosts for spec in one.nodes if spec.role == "decode"]
         binds = [parse_endpoint(spec.env["BATON_NODE_BIND"]) for spec in decode]
-        found |= {f"{bracketed(one.host)}:{one.port}": None for one in binds if one.port}
+        found |= {
+            f"{bracketed(one.host)}:{one.port}": None for one in binds if one.port
+        }
     return list(found)
 
 
-def _report(host: RemoteHost, hosts: Sequence[RemoteHost], *, is_up: bool) -> MachineReport:
+def _report(
+    host: RemoteHost, hosts: Sequence[RemoteHost], *, is_up: bool
+) -> MachineReport:
     """Run the check of one machine on a host."""
-    said, complaint = _run(host.command(machine_words(host, hosts, is_up=is_up)), 2 * EXTRA_S)
+    said, complaint = _run(
+        host.command(machine_words(host, hosts, is_up=is_up)), 2 * EXTRA_S
+    )
     try:
         return msgspec.json.decode(said, type=MachineReport)
     except msgspec.MsgspecError:
@@ -191,10 +237,14 @@ def _report(host: RemoteHost, hosts: Sequence[RemoteHost], *, is_up: bool) -> Ma
 def _path(prefill: RemoteHost, decode: RemoteHost, timeout_s: float) -> Finding:
     """Measure how a decode host reads a prefill host."""
     check = f"{decode.name} reads {prefill.name}"
-    bind = next(spec.env["BATON_NODE_BIND"] for spec in decode.nodes if spec.role == "decode")
+    bind = next(
+        spec.env["BATON_NODE_BIND"] for spec in decode.nodes if spec.role == "decode"
+    )
     timeout = ["--timeout", f"{timeout_s:g}"]
     with subprocess.Popen(
-        decode.command(["--listen", f"tcp://{bracketed(parse_endpoint(bind).host)}", *timeout]),
+        decode.command(
+            ["--listen", f"tcp://{bracketed(parse_endpoint(bind).host)}", *timeout]
+        ),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -208,7 +258,9 @@ def _path(prefill: RemoteHost, decode: RemoteHost, timeout_s: float) -> Finding:
                 listener.kill()
                 _, complaint = listener.communicate()
                 return fault(check, f"{decode.name} cannot listen: {_last(complaint)}")
-            command = prefill.command(["--connect", line.split()[-1], "--json", *timeout])
+            command = prefill.command(
+                ["--connect", line.split()[-1], "--json", *timeout]
+            )
             said, complaint = _run(command, EXTRA_S + 5 * timeout_s)
         finally:
             listener.terminate()

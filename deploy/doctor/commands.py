@@ -42,12 +42,18 @@ class DoctorArguments(msgspec.Struct, frozen=True):
             ge=0,
         ),
     ] = 0.0
-    via: Annotated[str, about("how to run a command on another host of FILE, as 'ssh {host}'")] = ""
+    via: Annotated[
+        str, about("how to run a command on another host of FILE, as 'ssh {host}'")
+    ] = ""
     state: Annotated[
         str,
-        about("state folder of `baton up`, if it was started with --state", kind="path"),
+        about(
+            "state folder of `baton up`, if it was started with --state", kind="path"
+        ),
     ] = ""
-    gpus: Annotated[int, about("number of GPUs that nodes need on this machine", ge=0)] = 0
+    gpus: Annotated[
+        int, about("number of GPUs that nodes need on this machine", ge=0)
+    ] = 0
     listen: Annotated[
         str,
         about(
@@ -64,14 +70,20 @@ class DoctorArguments(msgspec.Struct, frozen=True):
     ] = ""
     port: Annotated[
         tuple[str, ...],
-        about("HOST:PORT that must be free to listen on; may be repeated", kind="repeated"),
+        about(
+            "HOST:PORT that must be free to listen on; may be repeated", kind="repeated"
+        ),
     ] = ()
     reach: Annotated[
         tuple[str, ...],
-        about("HOST:PORT of another host that must answer; may be repeated", kind="repeated"),
+        about(
+            "HOST:PORT of another host that must answer; may be repeated",
+            kind="repeated",
+        ),
     ] = ()
     nixl: Annotated[
-        bool, about("report a fault if NIXL does not work on this machine", kind="switch")
+        bool,
+        about("report a fault if NIXL does not work on this machine", kind="switch"),
     ] = False
 
 
@@ -79,17 +91,23 @@ def main(name: str, summary: str, arguments: Sequence[str]) -> int:
     """Run `baton doctor` and return the exit code. Raises `ConfigError`."""
     parser = parser_of(name, summary)
     parsed = parser.parse_args(arguments)
-    given = with_values(DoctorArguments(), parser.values_in(parsed, fields_of(DoctorArguments)))
+    given = with_values(
+        DoctorArguments(), parser.values_in(parsed, fields_of(DoctorArguments))
+    )
     config = with_values(ClusterConfig(), parser.values_in(parsed, _fields()))
     if sum(map(bool, (parsed.file, given.listen, given.connect))) > 1:
-        raise ConfigError("give one of FILE, --listen and --connect; see baton doctor --help")
+        raise ConfigError(
+            "give one of FILE, --listen and --connect; see baton doctor --help"
+        )
     if given.listen:
         return _listen(config, given)
     if given.connect:
         return _report(_connect(config, given), is_json=given.json)
     if parsed.file:
         timeout_s = given.timeout or READ_S
-        found = check_cluster(parsed.file, via=given.via, state=given.state, timeout_s=timeout_s)
+        found = check_cluster(
+            parsed.file, via=given.via, state=given.state, timeout_s=timeout_s
+        )
         return _report(found, is_json=given.json)
     report = check_machine(config, _wants(config, given))
     if given.json:
@@ -130,7 +148,10 @@ def _listen(config: ClusterConfig, given: DoctorArguments) -> int:
     reader = PathReader(config, _endpoint(given.listen))
     try:
         address = reader.endpoint.removeprefix("tcp://")
-        print(f"on the prefill node's host, run: baton doctor --connect {address}", flush=True)
+        print(
+            f"on the prefill node's host, run: baton doctor --connect {address}",
+            flush=True,
+        )
         with Interrupts() as interrupts:
             found = reader.read(interrupts, given.timeout)
     finally:
@@ -145,7 +166,12 @@ def _listen(config: ClusterConfig, given: DoctorArguments) -> int:
 def _connect(config: ClusterConfig, given: DoctorArguments) -> list[Finding]:
     try:
         return [
-            offer_pool(config, _endpoint(given.connect), given.timeout or READ_S, active_ports())
+            offer_pool(
+                config,
+                _endpoint(given.connect),
+                given.timeout or READ_S,
+                active_ports(),
+            )
         ]
     except NodeError as error:
         return [fault(f"{given.connect} reads {socket.gethostname()}", error.message)]

@@ -118,19 +118,24 @@ def check_machine(config: ClusterConfig, wants: Wants) -> MachineReport:
         _reach(wants.reach),
     ]
     version = f"baton {VERSION}, protocol {PROTOCOL_VERSION}"
-    return MachineReport(version, key_digest, model_digest, tuple(filter(None, findings)))
+    return MachineReport(
+        version, key_digest, model_digest, tuple(filter(None, findings))
+    )
 
 
 def torch_finding(found: ComputeFacts) -> Finding:
     if found.failure:
         return fault(
-            "torch", f"torch does not load ({found.failure}): install baton again in a new folder"
+            "torch",
+            f"torch does not load ({found.failure}): install baton again in a new folder",
         )
     build = f"for CUDA {found.cuda}" if found.cuda else "without CUDA"
     return ok("torch", f"{found.torch}, built {build}")
 
 
-def cuda_finding(found: ComputeFacts, num_wanted: int, *, has_gpus: bool) -> Finding | None:
+def cuda_finding(
+    found: ComputeFacts, num_wanted: int, *, has_gpus: bool
+) -> Finding | None:
     """A torch for CUDA on a host whose GPU does not work ends every start."""
     if found.failure or not (num_wanted or has_gpus):
         return None
@@ -149,8 +154,13 @@ def cuda_finding(found: ComputeFacts, num_wanted: int, *, has_gpus: bool) -> Fin
             f"{_major(found.driver_cuda)}",
         )
     if found.no_gpu:
-        return fault("cuda", f"torch can use no GPU: {found.no_gpu}; or set engine.device=cpu")
-    return ok("cuda", f"torch uses {found.num_gpus} GPUs; the driver supports {found.driver_cuda}")
+        return fault(
+            "cuda", f"torch can use no GPU: {found.no_gpu}; or set engine.device=cpu"
+        )
+    return ok(
+        "cuda",
+        f"torch uses {found.num_gpus} GPUs; the driver supports {found.driver_cuda}",
+    )
 
 
 def start_findings(found: ComputeFacts) -> list[Finding]:
@@ -184,9 +194,14 @@ def nixl_finding(failure: str | None, *, needs_nixl: bool) -> Finding:
     bad = fault if needs_nixl else warning
     if failure is None:
         return bad(
-            "nixl", f"not installed, so blocks travel within this host's CPUs alone: {NIXL_HINT}"
+            "nixl",
+            f"not installed, so blocks travel within this host's CPUs alone: {NIXL_HINT}",
         )
-    return bad("nixl", f"it does not work: {failure}") if failure else ok("nixl", "an agent starts")
+    return (
+        bad("nixl", f"it does not work: {failure}")
+        if failure
+        else ok("nixl", "an agent starts")
+    )
 
 
 def memory_finding(pool_mib: int, available_mib: int) -> Finding:
@@ -289,7 +304,9 @@ def _ports(addresses: Sequence[str]) -> Finding | None:
         except ConfigError as error:
             problems.append(f"{address}: {error.message.removesuffix(': ')}")
     if problems:
-        return fault("ports", f"{'; '.join(problems)}: end what holds it, or choose another port")
+        return fault(
+            "ports", f"{'; '.join(problems)}: end what holds it, or choose another port"
+        )
     return ok("ports", f"{', '.join(addresses)} free") if addresses else None
 
 
@@ -300,7 +317,9 @@ def _reach(addresses: Sequence[str]) -> Finding | None:
     for address in addresses:
         host, _, port = address.rpartition(":")
         try:
-            socket.create_connection((host.strip("[]"), int(port)), REACH_TIMEOUT_S).close()
+            socket.create_connection(
+                (host.strip("[]"), int(port)), REACH_TIMEOUT_S
+            ).close()
             shown.append(f"{address} answers")
         except ConnectionRefusedError:
             shown.append(f"{address} is reached, nothing listens")

@@ -49,7 +49,9 @@ def lane_in(log: str) -> str:
     for line in log.splitlines():
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
         if len(cells) == 1:
-            is_read = "remote memory read" in cells[0] or (is_read and "cfg#" not in cells[0])
+            is_read = "remote memory read" in cells[0] or (
+                is_read and "cfg#" not in cells[0]
+            )
         elif is_read and len(cells) == 3 and ROW.match(cells[0]):
             found = cells[2]
     return found

@@ -133,9 +133,13 @@ class ProbePool:
     def _choose(self, offer: PoolOffered, failed: dict[str, str]) -> str:
         forced = self._config.transport
         try:
-            return choose_transport(offer.rank, self._agent.address(), forced, failed.keys())
+            return choose_transport(
+                offer.rank, self._agent.address(), forced, failed.keys()
+            )
         except TransferError as error:
-            tried = "".join(f"; {name} was tried: {why}" for name, why in failed.items())
+            tried = "".join(
+                f"; {name} was tried: {why}" for name, why in failed.items()
+            )
             raise TransferError(error.message + tried, code=error.code) from error
 
     def _read(self, offer: PoolOffered, name: str, timeout_s: float) -> PathMeasured:
@@ -147,15 +151,21 @@ class ProbePool:
         while len(wholes) < NUM_WHOLE and sum(wholes) < WHOLE_S:
             wholes.append(self._timed(offer, tuple(range(NUM_BLOCKS)), timeout_s))
         if self._pool.checksums(range(NUM_BLOCKS), 0, BLOCK_BYTES) != offer.checksums:
-            raise TransferError("the bytes that were read differ from those of the other end")
+            raise TransferError(
+                "the bytes that were read differ from those of the other end"
+            )
         size = NUM_BLOCKS * BLOCK_BYTES
         return PathMeasured(name, "", size, median(wholes), median(singles))
 
-    def _timed(self, offer: PoolOffered, blocks: tuple[int, ...], timeout_s: float) -> float:
+    def _timed(
+        self, offer: PoolOffered, blocks: tuple[int, ...], timeout_s: float
+    ) -> float:
         """Read some blocks and return how long that took, in seconds."""
         self._ticket += 1
         self._agent.send(
-            Read(self._ticket, PeerRank(offer.epoch), blocks, blocks, (0,) * len(blocks))
+            Read(
+                self._ticket, PeerRank(offer.epoch), blocks, blocks, (0,) * len(blocks)
+            )
         )
         event = self._next(monotonic() + timeout_s, "a read")
         if isinstance(event, PeerDown):
@@ -172,7 +182,9 @@ class ProbePool:
                 return event
             left_s = deadline_s - monotonic()
             if left_s <= 0:
-                raise TransferError(f"no answer in time from {what}", code="path_timed_out")
+                raise TransferError(
+                    f"no answer in time from {what}", code="path_timed_out"
+                )
             select.select([self._agent.fileno()], [], [], left_s)
 
 
@@ -186,21 +198,27 @@ class PathReader:
         self._log = UcxLog()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         codecs = Codec[PathMeasured](PathMeasured), Codec[PoolOffered](PoolOffered)
-        self._listener = Listener(endpoint, *codecs, self._context, load_keys(config.keys))
+        self._listener = Listener(
+            endpoint, *codecs, self._context, load_keys(config.keys)
+        )
         self._config = config
 
     @property
     def endpoint(self) -> str:
         return self._listener.endpoint
 
-    def read(self, interrupts: Interrupts, timeout_s: float) -> tuple[str, PathMeasured] | None:
+    def read(
+        self, interrupts: Interrupts, timeout_s: float
+    ) -> tuple[str, PathMeasured] | None:
         """Read the first pool that is offered; return the host that offered it, and the result.
 
         Return None if an interrupt comes, or none is offered within `timeout_s`; 0 waits for ever.
         """
         until_s = monotonic() + timeout_s
         while not interrupts.requested and not (timeout_s and monotonic() > until_s):
-            select.select([self._listener.fileno(), interrupts.fileno()], [], [], POLL_S)
+            select.select(
+                [self._listener.fileno(), interrupts.fileno()], [], [], POLL_S
+            )
             while (received := self._listener.receive()) is not None:
                 if (offer := received.message) is not None:
                     limit_s = timeout_s or READ_S
@@ -212,10 +230,14 @@ class PathReader:
         self._context.term()
         self._log.close()
 
-    def _measure(self, peer: bytes, offer: PoolOffered, timeout_s: float) -> PathMeasured:
+    def _measure(
+        self, peer: bytes, offer: PoolOffered, timeout_s: float
+    ) -> PathMeasured:
         with contextlib.ExitStack() as stack:
             try:
-                pool = ProbePool(_transfer(self._config, NodeConfig(bind=self.endpoint)))
+                pool = ProbePool(
+                    _transfer(self._config, NodeConfig(bind=self.endpoint))
+                )
                 stack.callback(pool.close)
                 measured = pool.measure(offer, timeout_s)
             except ConfigError as error:
@@ -290,7 +312,9 @@ def _answer(
         select.select([dialer.fileno()], [], [], POLL_S)
 
 
-def path_finding(check: str, measured: PathMeasured, rdma_ports: Sequence[str]) -> Finding:
+def path_finding(
+    check: str, measured: PathMeasured, rdma_ports: Sequence[str]
+) -> Finding:
     """Judge a measured path. `rdma_ports` are those of the end that dialled."""
     if measured.failure is not None:
         code = measured.failure.code

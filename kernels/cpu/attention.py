@@ -61,7 +61,8 @@ def attention(
         q: Numbers,  # [num_tokens, num_heads, head_dim]
         pool: Pooled,  # the part of one layer
         tables: Int32s,  # the block tables one after the other
-        items: Int64s,  # [num_items, 4]: first row, tokens, first position, start of a block table
+        # [num_items, 4]: first row, tokens, first position, start of a block table.
+        items: Int64s,
         kv_heads: int,
         group: int,
         head_dim: int,
@@ -97,7 +98,17 @@ def attention(
             # Row `r` is query head `r % group` of the KV head, of token `r // group`.
             at = ((items[item] * kv_heads + head) * group) * head_dim
             step = (kv_heads - 1) * group * head_dim  # over the heads of other KV heads
-            take_queries(scratch, mixed, sums, tops, shift(q, at), num_rows, group, head_dim, step)
+            take_queries(
+                scratch,
+                mixed,
+                sums,
+                tops,
+                shift(q, at),
+                num_rows,
+                group,
+                head_dim,
+                step,
+            )
             for row in range(num_rows if has_sinks else 0):
                 # A key before all others, with a value of zeros.
                 tops[row] = sinks[head * group + row % group]
@@ -157,7 +168,9 @@ def _first_tile(position: int, window: int) -> int:
 
 
 @inlined
-def address(table: Int32s, key: int, block_size: int, stride_block: int, head_dim: int) -> int:
+def address(
+    table: Int32s, key: int, block_size: int, stride_block: int, head_dim: int
+) -> int:
     return table[key // block_size] * stride_block + key % block_size * head_dim
 
 
@@ -209,14 +222,17 @@ def _unpack(
     """
     width = row_floats(head_dim)
     line = per_line(pool)
-    is_whole = block_size % WIDTH == 0 and width == head_dim  # rows of 16 keys are contiguous
+    # Rows of 16 keys are contiguous.
+    is_whole = block_size % WIDTH == 0 and width == head_dim
     for key in range(first, min(first + TILE, end), WIDTH):
         at = address(table, key, block_size, stride_block, head_dim)
         soon = next_first + key - first
-        ahead = at  # there is no next tile: prefetch lines that are in the cache already
+        # There is no next tile: prefetch lines that are in the cache already.
+        ahead = at
         if soon < next_end:
             ahead = address(next_table, soon, block_size, stride_block, head_dim)
-        far = key + 2 * TILE  # a first line alone, whose address the core may have to translate
+        # A first line alone, whose address the core may have to translate.
+        far = key + 2 * TILE
         if far < end:
             prefetch(pool, address(table, far, block_size, stride_block, head_dim))
         for i in range(min(WIDTH, end - key)):
@@ -231,7 +247,9 @@ def _unpack(
                     widen(shift(row, d), here, to_values + d)
                     d += line
             else:
-                here = shift(pool, address(table, key + i, block_size, stride_block, head_dim))
+                here = shift(
+                    pool, address(table, key + i, block_size, stride_block, head_dim)
+                )
                 for d in range(head_dim):
                     staging[i * width + d] = here[d]
                 for d in range(0, head_dim, WIDTH):
@@ -303,7 +321,9 @@ def attend_tile(
             of = shift(scores, i * TILE)
             to = shift(mixed, (row + i) * width)
             weights = shift(sums, (row + i) * WIDTH)
-            _weigh(of, own_first, own_end, factor, shift(tops, row + i), weights, to, used)
+            _weigh(
+                of, own_first, own_end, factor, shift(tops, row + i), weights, to, used
+            )
             if not is_alike:
                 add_product(
                     to,
@@ -370,7 +390,13 @@ def _weigh(
 
 @kernel
 def _give_results(
-    out: Numbers, mixed: Floats, sums: Floats, num_rows: int, group: int, head_dim: int, step: int
+    out: Numbers,
+    mixed: Floats,
+    sums: Floats,
+    num_rows: int,
+    group: int,
+    head_dim: int,
+    step: int,
 ) -> None:
     """Divide the weighted values by the sum of the weights."""
     width = row_floats(head_dim)

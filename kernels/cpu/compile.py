@@ -63,7 +63,11 @@ SCALARS = {"int": types.int64, "float": types.float32}
 
 
 def compile_kernels(
-    *, is_bf16: bool, in_pairs: bool, fp8_pool: bool, progress: Callable[[int, int], None]
+    *,
+    is_bf16: bool,
+    in_pairs: bool,
+    fp8_pool: bool,
+    progress: Callable[[int, int], None],
 ) -> tuple[dict[str, list[str]], bytes]:
     """Return the arguments of each kernel ("pointer", "int" or "float") and the object code.
 
@@ -84,8 +88,12 @@ def compile_kernels(
         name = kernel.py_func.__name__
         annotations = dict(kernel.py_func.__annotations__)
         annotations.pop("return")
-        arguments[name] = [word if word in SCALARS else "pointer" for word in annotations.values()]
-        whole.link_in(_module(kernel, name, _types(list(annotations.values()), pointed)))
+        arguments[name] = [
+            word if word in SCALARS else "pointer" for word in annotations.values()
+        ]
+        whole.link_in(
+            _module(kernel, name, _types(list(annotations.values()), pointed))
+        )
     passes = llvm.create_new_module_pass_manager()
     passes.add_global_dead_code_eliminate_pass()
     options = llvm.create_pipeline_tuning_options(speed_level=0)
@@ -97,16 +105,24 @@ def compile_kernels(
 
 def _pointed(*, is_bf16: bool, fp8_pool: bool) -> dict[str, types.Type]:
     numbers = types.uint16 if is_bf16 else types.float32
-    return POINTED | {"Numbers": numbers, "Pooled": types.uint8 if fp8_pool else numbers}
+    return POINTED | {
+        "Numbers": numbers,
+        "Pooled": types.uint8 if fp8_pool else numbers,
+    }
 
 
-def _types(annotations: list[str], pointed: dict[str, types.Type]) -> tuple[types.Type, ...]:
+def _types(
+    annotations: list[str], pointed: dict[str, types.Type]
+) -> tuple[types.Type, ...]:
     return tuple(
-        SCALARS[word] if word in SCALARS else types.CPointer(pointed[word]) for word in annotations
+        SCALARS[word] if word in SCALARS else types.CPointer(pointed[word])
+        for word in annotations
     )
 
 
-def _module(kernel: object, name: str, signature: tuple[types.Type, ...]) -> llvm.ModuleRef:
+def _module(
+    kernel: object, name: str, signature: tuple[types.Type, ...]
+) -> llvm.ModuleRef:
     """Return the kernel's optimised module, which exports only the kernel itself, as `name`."""
     kernel.compile(signature)  # type: ignore[attr-defined]
     module = llvm.parse_assembly(kernel.inspect_llvm(signature))  # type: ignore[attr-defined]

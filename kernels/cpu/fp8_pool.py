@@ -76,7 +76,9 @@ def _power(context: object, exponent: types.Type) -> object:
     """Return the float with these exponent bits; from 255 on infinity, and below 0 zero."""
 
     def emit(builder: ir.IRBuilder, exponent: ir.Value) -> ir.Value:
-        bits = builder.select(builder.icmp_signed(">", exponent, INT32(255)), INT32(255), exponent)
+        bits = builder.select(
+            builder.icmp_signed(">", exponent, INT32(255)), INT32(255), exponent
+        )
         bits = builder.select(builder.icmp_signed("<", bits, INT32(0)), INT32(0), bits)
         return builder.bitcast(builder.shl(bits, INT32(23)), ir.FloatType())
 
@@ -85,24 +87,36 @@ def _power(context: object, exponent: types.Type) -> object:
 
 @intrinsic
 def _store_codes(
-    context: object, target: types.Type, index: types.Type, lanes: types.Type, count: types.Type
+    context: object,
+    target: types.Type,
+    index: types.Type,
+    lanes: types.Type,
+    count: types.Type,
 ) -> object:
     """Store the nearest e4m3 numbers, ties to even, of the first `count` lanes, up to 448."""
 
     def emit(
-        builder: ir.IRBuilder, target: ir.Value, index: ir.Value, lanes: ir.Value, count: ir.Value
+        builder: ir.IRBuilder,
+        target: ir.Value,
+        index: ir.Value,
+        lanes: ir.Value,
+        count: ir.Value,
     ) -> ir.Value:
         words = builder.bitcast(lanes, WORDS)
         size = builder.and_(words, constant(WORDS, 0x7FFFFFFF))
         odd = builder.and_(builder.lshr(size, constant(WORDS, 20)), constant(WORDS, 1))
         rounded = builder.add(size, builder.add(odd, constant(WORDS, 0x7FFFF)))
-        normal = builder.sub(builder.lshr(rounded, constant(WORDS, 20)), constant(WORDS, 120 << 3))
+        normal = builder.sub(
+            builder.lshr(rounded, constant(WORDS, 20)), constant(WORDS, 120 << 3)
+        )
         # Below 2**-6, steps have one length, 2**-9, which is that of floats from 2**14 on.
         shifted = builder.fadd(builder.bitcast(size, FLOATS), constant(FLOATS, 2.0**14))
         small = builder.sub(builder.bitcast(shifted, WORDS), constant(WORDS, 141 << 23))
         is_small = builder.icmp_signed("<", size, constant(WORDS, 121 << 23))
         code = builder.select(is_small, small, normal)
-        sign = builder.lshr(builder.and_(words, constant(WORDS, 0x80000000)), constant(WORDS, 24))
+        sign = builder.lshr(
+            builder.and_(words, constant(WORDS, 0x80000000)), constant(WORDS, 24)
+        )
         value = builder.trunc(builder.or_(code, sign), BYTES)
         at = place(builder, target, index, BYTE)
         name = "llvm.masked.store.v16i8.p0"
@@ -114,7 +128,11 @@ def _store_codes(
 
 @intrinsic
 def _load_codes(
-    context: object, pointer: types.Type, index: types.Type, count: types.Type, factor: types.Type
+    context: object,
+    pointer: types.Type,
+    index: types.Type,
+    count: types.Type,
+    factor: types.Type,
 ) -> object:
     """Return the first `count` of 16 codes as numbers, times `factor / 256`."""
 
@@ -293,12 +311,18 @@ def _unpack_pairs(
                 to = i * width + d
                 left = head_dim - d
                 store_halves(staging, to, _load_codes(tile, at + d, left, of_key))
-                store_halves(own_values, to, _load_codes(tile, to_values + at + d, left, of_value))
+                store_halves(
+                    own_values,
+                    to,
+                    _load_codes(tile, to_values + at + d, left, of_value),
+                )
         pairs = shift(as_words(values), (key - first) // 2 * width)
         for i in range(0, count, 2):
             for d in range(0, width, LINE):
                 to = i // 2 * width + d
-                interleave(shift(pairs, to), own_values, i * width + d, width, count - i)
+                interleave(
+                    shift(pairs, to), own_values, i * width + d, width, count - i
+                )
         columns = shift(as_words(keys), (key - first) * (width // 2))
         for d in range(0, width, LINE):
             transpose(shift(columns, d // 2 * WIDTH), staging, d, width)

@@ -53,13 +53,18 @@ class AttentionWork:
     """The queries of one step, in items that fit one thread's scratch memory."""
 
     tables: NDArray[np.int32]  # the block tables one after the other
-    items: NDArray[np.int64]  # [num_items, 4]: first row, tokens, first position, start of a table
+    # [num_items, 4]: first row, tokens, first position, start of a table.
+    items: NDArray[np.int64]
     addresses: tuple[int, int]  # of the two
     cuts: tuple[int, ...]  # the bounds of the threads' slices of all items and KV heads
 
 
 def run_over_rows(
-    threads: CpuThreads, kernel: Kernel, num_rows: int, row_numbers: int, *arguments: float
+    threads: CpuThreads,
+    kernel: Kernel,
+    num_rows: int,
+    row_numbers: int,
+    *arguments: float,
 ) -> None:
     """Run a kernel that computes rows of `row_numbers` numbers each by themselves."""
     most = int(num_rows * row_numbers * NS_PER_NUMBER) // MIN_SLICE_NS
@@ -74,12 +79,15 @@ class CpuKernels:
     def __init__(
         self,
         library: CpuLibrary,
-        pool: Tensor,  # [num_blocks, kv_heads, num_layers, 2 or 1, block_size, head_dim]; or FP8
+        # [num_blocks, kv_heads, num_layers, 2 or 1, block_size, head_dim]; or FP8.
+        pool: Tensor,
         num_heads: int,
     ) -> None:
         _, self.kv_heads, _, self.planes, self.block_size, _ = pool.shape
         self.head_dim, self._is_fp8 = pool_head_dim(pool), pool.dtype == torch.uint8
-        assert self._is_fp8 == ("store_fp8" in library.kernels), "kernels for another pool"
+        assert self._is_fp8 == ("store_fp8" in library.kernels), (
+            "kernels for another pool"
+        )
         self.num_heads, self.group = num_heads, num_heads // self.kv_heads
         self._library = library  # keeps the code in memory
         self._pool = pool
@@ -96,7 +104,8 @@ class CpuKernels:
     def attention_work(
         self,
         tables: NDArray[np.int32],
-        chunks: NDArray[np.int64],  # [num_chunks, 4]: the fields of an item, of any length
+        # [num_chunks, 4]: the fields of an item, of any length.
+        chunks: NDArray[np.int64],
     ) -> AttentionWork:
         """Return the items into which these chunks are cut. The cuts never change a bit."""
         items = self._items(chunks)
@@ -111,7 +120,9 @@ class CpuKernels:
             return chunks
         pieces = -(-lengths // longest)
         chunk = np.repeat(np.arange(len(chunks)), pieces)
-        skipped = (np.arange(len(chunk)) - np.repeat(pieces.cumsum() - pieces, pieces)) * longest
+        skipped = (
+            np.arange(len(chunk)) - np.repeat(pieces.cumsum() - pieces, pieces)
+        ) * longest
         items = chunks[chunk]
         items[:, 0] += skipped
         items[:, 1] = np.minimum(longest, lengths[chunk] - skipped)
@@ -127,9 +138,13 @@ class CpuKernels:
         positions = items[:, 2]
         keys = tokens + positions
         scores = self.group * tokens * (positions + tokens / 2)
-        costs = self.head_dim * (NS_PER_KEY_NUMBER * keys + NS_PER_SCORE_NUMBER * scores)
+        costs = self.head_dim * (
+            NS_PER_KEY_NUMBER * keys + NS_PER_SCORE_NUMBER * scores
+        )
         ends = np.repeat(costs, self.kv_heads).cumsum()
-        count = max(1, min(int(ends[-1]) // MIN_SLICE_NS, torch.get_num_threads(), num_units))
+        count = max(
+            1, min(int(ends[-1]) // MIN_SLICE_NS, torch.get_num_threads(), num_units)
+        )
         inner = np.searchsorted(ends, ends[-1] * np.arange(1, count) / count)
         return (0, *inner.tolist(), num_units)
 
@@ -174,7 +189,8 @@ class CpuKernels:
 
     def rope_and_store(
         self,
-        qkv: Tensor,  # [num_rows, (num_heads + planes * kv_heads) * head_dim], contiguous
+        # [num_rows, (num_heads + planes * kv_heads) * head_dim], contiguous.
+        qkv: Tensor,
         layer: int,
         positions: Tensor,  # [num_tokens] int64
         slots: Tensor,  # [num_tokens] int64; -1: the pool has what would be stored
@@ -194,7 +210,8 @@ class CpuKernels:
         head_norms = None if head_norms is None else head_norms.float()
         q = qkv.new_empty(num_tokens, self.num_heads, self.head_dim)
         target = self._layers[layer], self.block_size, *self._strides
-        if self._is_fp8:  # rows go to a pool of blocks of one token, one for each, and then on
+        # Rows go to a pool of blocks of one token, one for each, and then on.
+        if self._is_fp8:
             rows = qkv.new_empty(num_tokens, self.kv_heads, 2, self.head_dim)
             target = rows.data_ptr(), 1, rows.stride(0), rows.stride(1)
             slots, own_slots = torch.arange(num_tokens), slots
@@ -304,10 +321,20 @@ class CpuKernels:
         assert x.dtype == torch.float32
         num_rows, count = x.shape
         factor, _ = in_powers_of_2(1.0, softcap)
-        self._run_rows("soft_cap", num_rows, count, x.data_ptr(), count, count, factor, softcap)
+        self._run_rows(
+            "soft_cap", num_rows, count, x.data_ptr(), count, count, factor, softcap
+        )
 
-    def _run_rows(self, name: str, num_rows: int, row_numbers: int, *arguments: float) -> None:
-        run_over_rows(self._threads, self._library.kernels[name], num_rows, row_numbers, *arguments)
+    def _run_rows(
+        self, name: str, num_rows: int, row_numbers: int, *arguments: float
+    ) -> None:
+        run_over_rows(
+            self._threads,
+            self._library.kernels[name],
+            num_rows,
+            row_numbers,
+            *arguments,
+        )
 
 
 # Measured on a Zen 5 core. Elsewhere the number of threads of a product may be a poor choice; no
@@ -333,7 +360,9 @@ class CpuLinears:
     def layer(self, weight: Tensor, bias: Tensor | None) -> CpuLinear:
         """Return a layer with its own copy of `weight`, `[outputs, inputs]` with even `inputs`."""
         outputs, inputs = weight.shape
-        words = F.pad(weight, (0, 0, 0, -outputs % PANEL)).contiguous().view(torch.int32)
+        words = (
+            F.pad(weight, (0, 0, 0, -outputs % PANEL)).contiguous().view(torch.int32)
+        )
         panels = words.view(-1, PANEL, inputs // 2).transpose(1, 2).contiguous()
         return CpuLinear(self, (outputs, inputs), panels, bias)
 
@@ -342,15 +371,22 @@ class CpuLinears:
         outputs, inputs = weight.codes.shape
         missing = -outputs % PANEL
         # A half of a word has an input of each of four neighbouring pairs.
-        codes = F.pad(weight.codes, (0, 0, 0, missing)).view(-1, PANEL, inputs // 8, 2, 2, 2)
+        codes = F.pad(weight.codes, (0, 0, 0, missing)).view(
+            -1, PANEL, inputs // 8, 2, 2, 2
+        )
         codes = codes.permute(0, 2, 1, 5, 3, 4)
         panels = (codes[..., 0] | codes[..., 1] << 4).contiguous()
         scales, zeros = (
-            F.pad(part, (0, 0, 0, missing)).unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()
+            F.pad(part, (0, 0, 0, missing))
+            .unflatten(0, (-1, PANEL))
+            .transpose(1, 2)
+            .contiguous()
             for part in (weight.scales, weight.zeros * 0x10001)
         )
         narrow = scales, zeros, weight.group // 2
-        return CpuLinear(self, (outputs, inputs), panels.reshape(len(scales), -1), bias, narrow)
+        return CpuLinear(
+            self, (outputs, inputs), panels.reshape(len(scales), -1), bias, narrow
+        )
 
     def multiply(self, x: Tensor, layer: CpuLinear) -> Tensor:
         """Return the layer's outputs, `[num_rows, outputs]`, for `[num_rows, inputs]`."""
@@ -366,7 +402,9 @@ class CpuLinears:
             outputs,
             out.data_ptr(),
         )
-        calls = [(*part, memory[i].data_ptr(), *arguments) for i, part in enumerate(slices)]
+        calls = [
+            (*part, memory[i].data_ptr(), *arguments) for i, part in enumerate(slices)
+        ]
         self._threads.run(self._library.kernels[layer.kernel], calls)
         return out
 
@@ -376,14 +414,22 @@ class CpuLinears:
         """Return `[num_rows, outputs]` for `[num_rows, inputs]`; row i goes to the first layer that
         ends after i. The layers have equal shapes, and all or none of them a bias.
         """
-        x, (outputs, inputs), num_panels = x.contiguous(), layers[0].shape, len(layers[0].panels)
+        x, (outputs, inputs), num_panels = (
+            x.contiguous(),
+            layers[0].shape,
+            len(layers[0].panels),
+        )
         out = x.new_empty(len(x), outputs)
         groups = [
             (first, end, layer.arguments)
             for layer, (first, end) in zip(layers, pairwise((0, *ends)), strict=True)
             if first < end
         ]
-        cost_ns = outputs * inputs * (NS_PER_WEIGHT * len(groups) + NS_PER_MULTIPLICATION * len(x))
+        cost_ns = (
+            outputs
+            * inputs
+            * (NS_PER_WEIGHT * len(groups) + NS_PER_MULTIPLICATION * len(x))
+        )
         count = torch.get_num_threads() if cost_ns >= MIN_SHARED_NS else 1
         cuts = [num_panels * i // count for i in range(count + 1)]
         memory = torch.empty(count, SCRATCH)
@@ -427,7 +473,9 @@ class CpuLinears:
         cuts = [num_panels * i // count for i in range(count + 1)]
         return [(0, num_rows, first, end) for first, end in pairwise(cuts)]
 
-    def layer_of_bytes(self, weight: Tensor, scales: Tensor, bias: Tensor | None) -> CpuByteLinear:
+    def layer_of_bytes(
+        self, weight: Tensor, scales: Tensor, bias: Tensor | None
+    ) -> CpuByteLinear:
         """Return a layer with its own copy of `weight`, `[outputs, inputs]` in int8.
 
         Each output has an fp32 scale. `takes_bytes` must hold.
@@ -438,7 +486,9 @@ class CpuLinears:
         words = F.pad(weight, (0, 0, 0, missing)).contiguous().view(torch.int32)
         panels = words.view(-1, PANEL, inputs // 4).transpose(1, 2).contiguous()
         offsets = F.pad(weight.sum(dim=1, dtype=torch.int32) * 128, (0, missing))
-        return CpuByteLinear(self, panels, F.pad(scales, (0, missing)), offsets, bias, outputs)
+        return CpuByteLinear(
+            self, panels, F.pad(scales, (0, missing)), offsets, bias, outputs
+        )
 
     def takes_bytes(self, inputs: int) -> bool:
         """Return whether the CPU multiplies bytes, and rows of `inputs` of them fit the kernel."""
@@ -478,7 +528,9 @@ class CpuLinears:
             layer.outputs,
             out.data_ptr(),
         )
-        calls = [(*part, memory[i].data_ptr(), *arguments) for i, part in enumerate(slices)]
+        calls = [
+            (*part, memory[i].data_ptr(), *arguments) for i, part in enumerate(slices)
+        ]
         self._threads.run(self._library.kernels["multiply_bytes"], calls)
         return out
 
@@ -488,9 +540,11 @@ class CpuByteLinear:
     """One layer's weight in bytes, packed in the order in which the kernel reads it."""
 
     of: CpuLinears
-    panels: Tensor  # [num_panels, inputs / 4, PANEL] words of four inputs; missing outputs are 0
+    # [num_panels, inputs / 4, PANEL] words of four inputs; missing outputs are 0.
+    panels: Tensor
     scales: Tensor  # [num_panels * PANEL] fp32
-    offsets: Tensor  # [num_panels * PANEL] int32: 128 times the sum of an output's weights
+    # [num_panels * PANEL] int32: 128 times the sum of an output's weights.
+    offsets: Tensor
     bias: Tensor | None
     outputs: int
 
@@ -504,9 +558,11 @@ class CpuLinear:
 
     of: CpuLinears
     shape: tuple[int, int]  # [outputs, inputs]
-    panels: Tensor  # [num_panels, inputs / 2, PANEL] words of two inputs; missing outputs are 0
+    # [num_panels, inputs / 2, PANEL] words of two inputs; missing outputs are 0.
+    panels: Tensor
     bias: Tensor | None
-    narrow: tuple[Tensor, Tensor, int] | None = None  # of `multiply_narrow`: scales, zeros, group
+    # Of `multiply_narrow`: scales, zeros, group.
+    narrow: tuple[Tensor, Tensor, int] | None = None
 
     @property
     def kernel(self) -> str:
@@ -530,7 +586,8 @@ class CpuLinear:
         return self.of.multiply(x, self)
 
 
-NS_PER_LOGIT = 1.5  # measured on a Zen 5 core; it only decides how threads share the rows
+# Measured on a Zen 5 core; it only decides how threads share the rows.
+NS_PER_LOGIT = 1.5
 
 
 class CpuSampler:
@@ -545,7 +602,8 @@ class CpuSampler:
         self,
         logits: Tensor,  # [num_rows, vocab] fp32, contiguous
         ints: NDArray[np.int64],  # [num_rows, ROW_INTS]: seed, choice, position, top_k
-        reals: NDArray[np.float64],  # [num_rows, ROW_REALS]: temperature, log of min_p, top_p
+        # [num_rows, ROW_REALS]: temperature, log of min_p, top_p.
+        reals: NDArray[np.float64],
     ) -> list[int]:
         """Return one token id for each row, `[num_rows]`."""
         num_rows, vocab = logits.shape
@@ -556,7 +614,8 @@ class CpuSampler:
         tokens = np.empty(num_rows, np.int64)
         most = int(num_rows * vocab * NS_PER_LOGIT) // MIN_SLICE_NS
         count = max(1, min(most, torch.get_num_threads(), num_rows))
-        floats = -(-vocab // WIDTH) * WIDTH + 2 * SUMS  # a sum takes the room of two counters
+        # A sum takes the room of two counters.
+        floats = -(-vocab // WIDTH) * WIDTH + 2 * SUMS
         if len(self._scratch) < count * floats:
             self._scratch = torch.empty(count * floats)
         arguments = (

@@ -56,7 +56,9 @@ def _store_bytes(
 ) -> object:
     """Store 128 plus the nearest integers, ties to even, of numbers from -128 to 127."""
 
-    def emit(builder: ir.IRBuilder, target: ir.Value, index: ir.Value, lanes: ir.Value) -> ir.Value:
+    def emit(
+        builder: ir.IRBuilder, target: ir.Value, index: ir.Value, lanes: ir.Value
+    ) -> ir.Value:
         shifted = builder.fadd(lanes, constant(FLOATS, ROUNDER))
         whole = builder.add(builder.bitcast(shifted, WORDS), constant(WORDS, 128))
         at = place(builder, target, index, BYTE)
@@ -68,7 +70,11 @@ def _store_bytes(
 
 @intrinsic
 def _difference(
-    context: object, left: types.Type, index: types.Type, right: types.Type, other: types.Type
+    context: object,
+    left: types.Type,
+    index: types.Type,
+    right: types.Type,
+    other: types.Type,
 ) -> object:
     """Return 16 differences of integers as floats."""
 
@@ -138,5 +144,9 @@ def multiply_bytes(
                 factor = every(row_scales[top + row])
                 for i in range(0, PANEL, WIDTH):
                     lanes = _difference(sums, row * PANEL + i, offsets, first + i)
-                    store(floats, row * PANEL + i, lanes * factor * load(scales, first + i))
+                    store(
+                        floats,
+                        row * PANEL + i,
+                        lanes * factor * load(scales, first + i),
+                    )
             give_results(floats, count, bias, has_bias, first, outputs, out, top)

@@ -52,7 +52,9 @@ class KernelsUnavailable(Exception):
 class CpuLibrary:
     """Kernels by name, as functions of addresses and numbers. They run without Python's lock."""
 
-    def __init__(self, arguments: dict[str, list[str]], code: bytes, *, in_pairs: bool) -> None:
+    def __init__(
+        self, arguments: dict[str, list[str]], code: bytes, *, in_pairs: bool
+    ) -> None:
         """With `in_pairs`, the kernels multiply bf16 numbers directly, which gives other bits."""
         import llvmlite.binding as llvm
 
@@ -67,11 +69,15 @@ class CpuLibrary:
         self._linked = builder.link(self._jit, "baton")
         # Space for the result and the exception of a numba function.
         self._ignored = (ctypes.c_int64 * 2)()
-        self.kernels = {name: self._kernel(name, takes) for name, takes in arguments.items()}
+        self.kernels = {
+            name: self._kernel(name, takes) for name, takes in arguments.items()
+        }
 
     def _kernel(self, name: str, arguments: list[str]) -> Kernel:
         own = [CTYPES[argument] for argument in arguments]
-        prototype = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *own)
+        prototype = ctypes.CFUNCTYPE(
+            ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *own
+        )
         function = prototype(self._linked[name])
         result = ctypes.addressof(self._ignored)
         return partial(function, result, result + 8)
@@ -96,7 +102,8 @@ def load_library(
     if (found := _cached(name, in_pairs=in_pairs)) is not None:
         return found
     progress(0, 1)
-    refusals: list[Exception] = []  # raised by `progress`, which may end the start of a node
+    # Raised by `progress`, which may end the start of a node.
+    refusals: list[Exception] = []
 
     def report(done: int, total: int) -> None:
         try:
@@ -121,7 +128,9 @@ def load_library(
         except Exception as error:
             if refusals:
                 raise
-            raise KernelsUnavailable(f"numba cannot compile the kernels: {error!r}") from error
+            raise KernelsUnavailable(
+                f"numba cannot compile the kernels: {error!r}"
+            ) from error
         try:
             _write(_folder() / name, json.dumps(arguments).encode() + b"\n" + code)
         except (OSError, RuntimeError, ValueError) as error:
@@ -179,7 +188,9 @@ def _fingerprint() -> str:
     except ImportError as error:
         raise KernelsUnavailable(f"numba is not installed ({error})") from error
     except (OSError, RuntimeError) as error:
-        raise KernelsUnavailable(f"numba's compiler cannot be used ({error})") from error
+        raise KernelsUnavailable(
+            f"numba's compiler cannot be used ({error})"
+        ) from error
     if not (features.get("avx2") and features.get("fma")):
         raise KernelsUnavailable("the CPU has no AVX2")
     digest = hashlib.sha256()

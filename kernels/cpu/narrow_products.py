@@ -43,7 +43,9 @@ AHEAD = 256  # words
 
 def _halves(numbers: Iterable[float]) -> list[int]:
     """Return the bits of numbers that bf16 holds."""
-    return [struct.unpack("<I", struct.pack("<f", number))[0] >> 16 for number in numbers]
+    return [
+        struct.unpack("<I", struct.pack("<f", number))[0] >> 16 for number in numbers
+    ]
 
 
 # By the lowest five bits of a difference of two numbers below 16.
@@ -90,7 +92,9 @@ def _widen(
 
 
 @inlined
-def _widen_tile(tile: Int32s, codes: Int32s, zeros: Int32s, first: int, end: int) -> None:
+def _widen_tile(
+    tile: Int32s, codes: Int32s, zeros: Int32s, first: int, end: int
+) -> None:
     """Write the words of the pairs `first:end` of a panel, `[end - first, PANEL]`."""
     for pair in range(first, end, 4):
         for i in range(0, PANEL, WIDTH):
@@ -100,12 +104,16 @@ def _widen_tile(tile: Int32s, codes: Int32s, zeros: Int32s, first: int, end: int
 
 
 @inlined
-def _add_group(sums: Floats, part: Floats, count: int, scales: Floats, is_first: int) -> None:
+def _add_group(
+    sums: Floats, part: Floats, count: int, scales: Floats, is_first: int
+) -> None:
     for i in range(0, PANEL, WIDTH):
         scale = load(scales, i)
         for at in range(i, count * PANEL, PANEL):
             lanes = (
-                load(part, at) * scale if is_first else fma(load(part, at), scale, load(sums, at))
+                load(part, at) * scale
+                if is_first
+                else fma(load(part, at), scale, load(sums, at))
             )
             store(sums, at, lanes)
 
@@ -148,11 +156,29 @@ def multiply_narrow(
                     depth = end - first
                     if first == start:
                         set_product(
-                            part, PANEL, rows, pairs, count, tile, PANEL, WIDTH, PANEL, depth
+                            part,
+                            PANEL,
+                            rows,
+                            pairs,
+                            count,
+                            tile,
+                            PANEL,
+                            WIDTH,
+                            PANEL,
+                            depth,
                         )
                     else:
                         add_product(
-                            part, PANEL, rows, pairs, count, tile, PANEL, WIDTH, PANEL, depth
+                            part,
+                            PANEL,
+                            rows,
+                            pairs,
+                            count,
+                            tile,
+                            PANEL,
+                            WIDTH,
+                            PANEL,
+                            depth,
                         )
                 _add_group(sums, part, count, shift(scales, grid), number == 0)
             give_results(sums, count, bias, has_bias, panel * PANEL, outputs, out, top)

@@ -15,7 +15,13 @@ import numpy as np
 
 from baton.kernels.constants import MAX_STRIP, TILE, WIDTH
 from baton.kernels.cpu.attention import HIDDEN, address, attention, row_floats
-from baton.kernels.cpu.pairs import as_halves, as_words, interleave, store_halves, weight
+from baton.kernels.cpu.pairs import (
+    as_halves,
+    as_words,
+    interleave,
+    store_halves,
+    weight,
+)
 from baton.kernels.cpu.products import add_product, set_product, transpose
 from baton.kernels.cpu.rows import ONE, ZERO, soft_cap
 from baton.kernels.cpu.vectors import (
@@ -86,7 +92,8 @@ def _unpack(
     Their values become rows of words, one row for two keys. Meanwhile the next tile is prefetched.
     """
     width = row_floats(head_dim)
-    is_whole = block_size % WIDTH == 0 and width == head_dim  # rows of 16 keys are contiguous
+    # Rows of 16 keys are contiguous.
+    is_whole = block_size % WIDTH == 0 and width == head_dim
     for key in range(first, min(first + TILE, end), WIDTH):
         count = min(WIDTH, end - key)
         here = shift(pool, address(table, key, block_size, stride_block, head_dim))
@@ -98,14 +105,17 @@ def _unpack(
             if soon < next_end:
                 place = address(next_table, soon, block_size, stride_block, head_dim)
                 ahead = shift(next_pool, place)
-            far = key + 2 * TILE  # a first line alone, whose address the core may have to translate
+            # A first line alone, whose address the core may have to translate.
+            far = key + 2 * TILE
             if far < end:
                 prefetch(pool, address(table, far, block_size, stride_block, head_dim))
         else:
             own_keys = staging
             own_values = shift(staging, WIDTH * width)
             for i in range(count):
-                row = shift(pool, address(table, key + i, block_size, stride_block, head_dim))
+                row = shift(
+                    pool, address(table, key + i, block_size, stride_block, head_dim)
+                )
                 for d in range(head_dim):
                     own_keys[i * width + d] = row[d]
                     own_values[i * width + d] = row[to_values + d]
@@ -113,7 +123,9 @@ def _unpack(
         for i in range(0, count, 2):
             for d in range(0, width, LINE):
                 at = i * width + d
-                interleave(shift(pairs, i // 2 * width + d), own_values, at, width, count - i)
+                interleave(
+                    shift(pairs, i // 2 * width + d), own_values, at, width, count - i
+                )
                 for line in range(at, at + 2 * width, width):
                     prefetch(ahead, line)
                     prefetch(ahead, to_values + line)

@@ -31,7 +31,12 @@ from baton.kernels.cpu.vectors import (
 )
 
 # A polynomial like `EXP2`, within 3e-6, which is enough for a weight that is rounded to bf16.
-SHORT_EXP2 = (0.009582853876054287, 0.055906426161527634, 0.24024099111557007, 0.6931241750717163)
+SHORT_EXP2 = (
+    0.009582853876054287,
+    0.055906426161527634,
+    0.24024099111557007,
+    0.6931241750717163,
+)
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]
@@ -58,7 +63,9 @@ def dotted(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.V
     return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, c, *pairs)
 
 
-def dotted_bytes(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+def dotted_bytes(
+    builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value
+) -> ir.Value:
     """Return the integers `c` plus the products of the four bytes in each word; those of `a` have
     no sign."""
     return call(builder, "llvm.x86.avx512.vpdpbusd.512", WORDS, c, a, b)
@@ -86,7 +93,9 @@ def _as(pointer: types.Type, element: types.Type) -> object:
 @intrinsic
 def weight(context: object, x: types.Type) -> object:
     """Return 2**x for x up to 128, as closely as bf16 needs."""
-    return instruction(LANES(LANES), lambda builder, lanes: power(builder, lanes, SHORT_EXP2))
+    return instruction(
+        LANES(LANES), lambda builder, lanes: power(builder, lanes, SHORT_EXP2)
+    )
 
 
 @intrinsic
@@ -95,7 +104,9 @@ def store_halves(
 ) -> object:
     """Store the nearest bf16 numbers, ties to even, and return them."""
 
-    def emit(builder: ir.IRBuilder, target: ir.Value, index: ir.Value, lanes: ir.Value) -> ir.Value:
+    def emit(
+        builder: ir.IRBuilder, target: ir.Value, index: ir.Value, lanes: ir.Value
+    ) -> ir.Value:
         rounded = call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", BFLOATS, lanes)
         halves = builder.bitcast(rounded, HALVES)
         builder.store(halves, place(builder, target, index, HALF), align=2)
@@ -141,4 +152,6 @@ def interleave(
             builder.store(builder.bitcast(mixed, WORDS), at, align=4)
         return NOTHING
 
-    return instruction(types.none(target, rows, types.int64, types.int64, types.int64), emit)
+    return instruction(
+        types.none(target, rows, types.int64, types.int64, types.int64), emit
+    )

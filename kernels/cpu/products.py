@@ -95,7 +95,9 @@ def _strip(num_rows: int, num_vectors: int, *, is_fresh: bool) -> Callable[..., 
         for row in range(num_rows):
             for vector in range(num_vectors):
                 start = builder.mul(INT64(row), sum_stride)
-                at = place(builder, sums, builder.add(start, INT64(vector * WIDTH)), FLOAT)
+                at = place(
+                    builder, sums, builder.add(start, INT64(vector * WIDTH)), FLOAT
+                )
                 held[row, vector] = (at, cgutils.alloca_once(builder, terms.sums))
         zeros = ir.Constant(terms.sums, None)
         for at, sum_ in held.values():
@@ -116,7 +118,9 @@ def _strip(num_rows: int, num_vectors: int, *, is_fresh: bool) -> Callable[..., 
                 for vector in range(num_vectors):
                     _, sum_ = held[row, vector]
                     old = builder.load(sum_, typ=terms.sums)
-                    builder.store(terms.multiply(builder, factors, vectors[vector], old), sum_)
+                    builder.store(
+                        terms.multiply(builder, factors, vectors[vector], old), sum_
+                    )
         for at, sum_ in held.values():
             builder.store(builder.load(sum_, typ=terms.sums), at, align=4)
         return NOTHING
@@ -136,7 +140,9 @@ def _strip(num_rows: int, num_vectors: int, *, is_fresh: bool) -> Callable[..., 
         n = types.int64
         terms = TERMS[element_of(sums), element_of(rows)]
         signature = types.none(sums, n, rows, n, columns, n, n, n)
-        return instruction(signature, lambda builder, *args: emit(builder, terms, *args))
+        return instruction(
+            signature, lambda builder, *args: emit(builder, terms, *args)
+        )
 
     return add
 
@@ -275,7 +281,11 @@ set_product = _any_rows(is_fresh=True)
 
 @intrinsic
 def transpose(
-    context: object, target: types.Type, rows: types.Type, index: types.Type, stride: types.Type
+    context: object,
+    target: types.Type,
+    rows: types.Type,
+    index: types.Type,
+    stride: types.Type,
 ) -> object:
     """Transpose the 64 bytes from `index` on of 16 rows, `stride` apart, to columns of 16.
 
@@ -285,7 +295,11 @@ def transpose(
     is_split = element_of(target) is FLOAT
 
     def emit(
-        builder: ir.IRBuilder, target: ir.Value, rows: ir.Value, index: ir.Value, stride: ir.Value
+        builder: ir.IRBuilder,
+        target: ir.Value,
+        rows: ir.Value,
+        index: ir.Value,
+        stride: ir.Value,
     ) -> ir.Value:
         words = []
         for _ in range(WIDTH):
@@ -305,18 +319,24 @@ def transpose(
 
 
 @intrinsic
-def widen(context: object, target: types.Type, row: types.Type, index: types.Type) -> object:
+def widen(
+    context: object, target: types.Type, row: types.Type, index: types.Type
+) -> object:
     """Convert the 64 bytes from `row[index]` on to fp32."""
     element = element_of(row)
 
-    def emit(builder: ir.IRBuilder, target: ir.Value, row: ir.Value, index: ir.Value) -> ir.Value:
+    def emit(
+        builder: ir.IRBuilder, target: ir.Value, row: ir.Value, index: ir.Value
+    ) -> ir.Value:
         words = builder.load(place(builder, row, index, element), align=2, typ=WORDS)
         parts = [words]
         if element is HALF:
             even, odd = _split(builder, words)
             firsts = [lane // 2 + lane % 2 * WIDTH for lane in range(WIDTH)]
             parts = [
-                builder.shuffle_vector(even, odd, ir.Constant(WORDS, [i + half for i in firsts]))
+                builder.shuffle_vector(
+                    even, odd, ir.Constant(WORDS, [i + half for i in firsts])
+                )
                 for half in (0, WIDTH // 2)
             ]
         for number, part in enumerate(parts):
@@ -345,7 +365,9 @@ def _transposed(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
     second = [lane + 2 for lane in first]
     even = [q + i for q in (0, 8, 16, 24) for i in range(4)]
     odd = [lane + 4 for lane in even]
-    pairs = [mix(rows[i & ~1], rows[i | 1], high if i & 1 else low) for i in range(WIDTH)]
+    pairs = [
+        mix(rows[i & ~1], rows[i | 1], high if i & 1 else low) for i in range(WIDTH)
+    ]
     # Quarter q of fours[4 * i + j] is column 4 * q + j of rows 4 * i to 4 * i + 3.
     fours = [
         mix(pairs[base + half], pairs[base + half + 2], lanes)
@@ -395,9 +417,13 @@ def set_sums(sums: Sums, x: Int32s, count: int, panel: Int32s, words: int) -> No
         columns = shift(panel, word * PANEL)
         depth = min(most, words - word)
         if word == 0:
-            set_product(sums, PANEL, rows, words, count, columns, PANEL, WIDTH, PANEL, depth)
+            set_product(
+                sums, PANEL, rows, words, count, columns, PANEL, WIDTH, PANEL, depth
+            )
         else:
-            add_product(sums, PANEL, rows, words, count, columns, PANEL, WIDTH, PANEL, depth)
+            add_product(
+                sums, PANEL, rows, words, count, columns, PANEL, WIDTH, PANEL, depth
+            )
 
 
 @kernel

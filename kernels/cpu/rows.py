@@ -93,7 +93,11 @@ def add_rms_norm(
         i = hidden // WIDTH * WIDTH
         rest = hidden % WIDTH
         if rest:
-            scaled = load_first(stream, here + i, rest) * inverse * load_first(weight, i, rest)
+            scaled = (
+                load_first(stream, here + i, rest)
+                * inverse
+                * load_first(weight, i, rest)
+            )
             store_first(normed, at + i, scaled, rest)
 
 
@@ -153,7 +157,9 @@ def sigmoid_mul(
         for i in range(0, count, WIDTH):
             left = count - i
             power = exp2(load_first(gates, gate_at + i, left) * every(MINUS_LOG2_E))
-            store_first(out, at + i, load_first(x, at + i, left) / (every(ONE) + power), left)
+            store_first(
+                out, at + i, load_first(x, at + i, left) / (every(ONE) + power), left
+            )
 
 
 @kernel
@@ -166,7 +172,9 @@ def soft_cap(
             at = row * stride + i
             left = count - i
             power = exp2(load_first(x, at, left) * every(factor))
-            store_first(x, at, every(cap) - every(TWO * cap) / (every(ONE) + power), left)
+            store_first(
+                x, at, every(cap) - every(TWO * cap) / (every(ONE) + power), left
+            )
 
 
 @kernel

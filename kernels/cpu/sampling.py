@@ -101,7 +101,9 @@ def sample(
         lowest = np.float32(log_min_p)
         least = TINY
         if 0 < top_k < vocab:
-            lowest = max(lowest, as_float(~_edge(scratch, bits, vocab, sums, top_k, 1.0)))
+            lowest = max(
+                lowest, as_float(~_edge(scratch, bits, vocab, sums, top_k, 1.0))
+            )
         _weigh(scratch, vocab, lowest)
         if top_p < 1.0:
             least = max(least, as_float(_edge(scratch, bits, vocab, sums, 0, top_p)))
@@ -127,7 +129,9 @@ def _first_of(values: Floats, count: int, value: float) -> int:
     """Return the first index of `value`; 0 if it does not occur, as when all numbers are NaN."""
     for start in range(0, count, WIDTH):
         have = min(WIDTH, count - start)
-        there = load(values, start) if have == WIDTH else load_first(values, start, have)
+        there = (
+            load(values, start) if have == WIDTH else load_first(values, start, have)
+        )
         if reaches(there, value):
             for i in range(start, start + have):
                 if values[i] == value:
@@ -136,7 +140,9 @@ def _first_of(values: Floats, count: int, value: float) -> int:
 
 
 @kernel
-def _scale(scaled: Floats, logits: Floats, vocab: int, temperature: float, top: float) -> None:
+def _scale(
+    scaled: Floats, logits: Floats, vocab: int, temperature: float, top: float
+) -> None:
     """Divide the logits by the temperature and subtract the highest; pad with minus infinity."""
     divisor = every(temperature)
     highest = every(top / temperature)
@@ -160,11 +166,17 @@ def _weigh(scaled: Floats, vocab: int, lowest: float) -> None:
         lost = fma(bounded, every(LOG2_E_HIGH), every(ZERO) - power)
         lost = fma(bounded, every(LOG2_E_LOW), lost)
         weight = exp2(power)
-        store(scaled, i, keep_from(x, every(lowest), fma(weight, lost * every(LN_2), weight)))
+        store(
+            scaled,
+            i,
+            keep_from(x, every(lowest), fma(weight, lost * every(LN_2), weight)),
+        )
 
 
 @kernel
-def _edge(values: Floats, bits: Int32s, count: int, sums: Int64s, wanted: int, share: float) -> int:
+def _edge(
+    values: Floats, bits: Int32s, count: int, sums: Int64s, wanted: int, share: float
+) -> int:
     """Return the smallest number that a filter keeps.
 
     With `wanted`, the numbers are 0 or less, and the result is the complement of the bits of the
@@ -262,10 +274,14 @@ def reaches(context: object, lanes: types.Type, value: types.Type) -> object:
 
 
 @intrinsic
-def keep_from(context: object, lanes: types.Type, least: types.Type, values: types.Type) -> object:
+def keep_from(
+    context: object, lanes: types.Type, least: types.Type, values: types.Type
+) -> object:
     """Return `values` where `lanes` are at least `least`, else 0."""
 
-    def emit(builder: ir.IRBuilder, lanes: ir.Value, least: ir.Value, values: ir.Value) -> ir.Value:
+    def emit(
+        builder: ir.IRBuilder, lanes: ir.Value, least: ir.Value, values: ir.Value
+    ) -> ir.Value:
         is_kept = builder.fcmp_ordered(">=", lanes, least)
         return builder.select(is_kept, values, constant(FLOATS, 0.0))
 
@@ -277,7 +293,9 @@ def noise(context: object, key: types.Type, first: types.Type) -> object:
     """Return standard exponential noise for 16 tokens from `first` on: splitmix64 of (key, id)."""
 
     def emit(builder: ir.IRBuilder, key: ir.Value, first: ir.Value) -> ir.Value:
-        steps = ir.Constant(LONG, [lane * GOLDEN % 2**64 for lane in range(1, WIDTH + 1)])
+        steps = ir.Constant(
+            LONG, [lane * GOLDEN % 2**64 for lane in range(1, WIDTH + 1)]
+        )
         start = builder.add(key, builder.mul(first, INT64(GOLDEN)))
         one = builder.insert_element(ir.Constant(LONG, ir.Undefined), start, INT32(0))
         value = builder.add(builder.shuffle_vector(one, one, constant(WORDS, 0)), steps)

@@ -50,12 +50,16 @@ class CpuThreads:
     def _start(self) -> None:
         inbox: SimpleQueue[ThreadWork | None] = SimpleQueue()
         name = f"kernels-{len(self._inboxes) + 1}"
-        threading.Thread(target=_work, args=(inbox, self._done), name=name, daemon=True).start()
+        threading.Thread(
+            target=_work, args=(inbox, self._done), name=name, daemon=True
+        ).start()
         weakref.finalize(self, inbox.put, None)
         self._inboxes.append(inbox)
 
 
-def _work(inbox: SimpleQueue[ThreadWork | None], done: SimpleQueue[BaseException | None]) -> None:
+def _work(
+    inbox: SimpleQueue[ThreadWork | None], done: SimpleQueue[BaseException | None]
+) -> None:
     while (work := inbox.get()) is not None:
         failure: BaseException | None = None
         try:

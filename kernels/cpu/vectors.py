@@ -40,10 +40,21 @@ from baton.kernels.constants import (
     WIDTH,
 )
 
-__all__ = ["Doubles", "Factors", "Floats", "Int32s", "Int64s", "Numbers", "Pooled", "Sums"]
+__all__ = [
+    "Doubles",
+    "Factors",
+    "Floats",
+    "Int32s",
+    "Int64s",
+    "Numbers",
+    "Pooled",
+    "Sums",
+]
 
 FLOAT, BYTE, HALF, INT32, INT64 = ir.FloatType(), *map(ir.IntType, (8, 16, 32, 64))
-FLOATS, HALVES, WORDS = (ir.VectorType(element, WIDTH) for element in (FLOAT, HALF, INT32))
+FLOATS, HALVES, WORDS = (
+    ir.VectorType(element, WIDTH) for element in (FLOAT, HALF, INT32)
+)
 POINTER = ir.PointerType()
 NOTHING = ir.Constant(POINTER, None)
 FEATURES = llvm.get_host_cpu_features()
@@ -86,7 +97,9 @@ def spread(builder: ir.IRBuilder, value: ir.Value, typ: ir.Type) -> ir.Value:
     return builder.shuffle_vector(one, one, constant(WORDS, 0))
 
 
-def call(builder: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value) -> ir.Value:
+def call(
+    builder: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value
+) -> ir.Value:
     typ = ir.FunctionType(result, [arg.type for arg in args])
     return builder.call(cgutils.get_or_insert_function(builder.module, typ, name), args)
 
@@ -132,7 +145,9 @@ def minus_log_of_rest(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     rest = builder.bitcast(builder.fsub(constant(FLOATS, 1.0), x), WORDS)
     above = builder.sub(rest, constant(WORDS, ROOT_HALF))
     power = builder.ashr(above, constant(WORDS, 23))
-    near_one = builder.bitcast(builder.sub(rest, builder.shl(power, constant(WORDS, 23))), FLOATS)
+    near_one = builder.bitcast(
+        builder.sub(rest, builder.shl(power, constant(WORDS, 23))), FLOATS
+    )
     is_near = builder.icmp_signed("==", power, constant(WORDS, 0))
     f = builder.fsub(near_one, constant(FLOATS, 1.0))
     f = builder.select(is_near, builder.fsub(constant(FLOATS, 0.0), x), f)
@@ -144,7 +159,9 @@ def minus_log_of_rest(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     value = builder.fmul(builder.fmul(value, square), f)
     value = fused(builder, exponent, constant(FLOATS, LN_2_LOW), value)
     value = fused(builder, square, constant(FLOATS, -0.5), value)
-    value = fused(builder, exponent, constant(FLOATS, LN_2_HIGH), builder.fadd(f, value))
+    value = fused(
+        builder, exponent, constant(FLOATS, LN_2_HIGH), builder.fadd(f, value)
+    )
     return builder.fsub(constant(FLOATS, 0.0), value)
 
 
@@ -211,14 +228,20 @@ def fma(context: object, a: types.Type, b: types.Type, c: types.Type) -> object:
 @intrinsic
 def every(context: object, value: types.Type) -> object:
     """Return a vector with one number in all lanes."""
-    return instruction(LANES(types.float32), lambda builder, one: spread(builder, one, FLOATS))
+    return instruction(
+        LANES(types.float32), lambda builder, one: spread(builder, one, FLOATS)
+    )
 
 
 @intrinsic
-def hide(context: object, lanes: types.Type, first: types.Type, end: types.Type) -> object:
+def hide(
+    context: object, lanes: types.Type, first: types.Type, end: types.Type
+) -> object:
     """Return the vector with minus infinity in all lanes but `first:end`."""
 
-    def emit(builder: ir.IRBuilder, lanes: ir.Value, first: ir.Value, end: ir.Value) -> ir.Value:
+    def emit(
+        builder: ir.IRBuilder, lanes: ir.Value, first: ir.Value, end: ir.Value
+    ) -> ir.Value:
         seen = builder.and_(below(builder, end), builder.not_(below(builder, first)))
         return builder.select(seen, lanes, constant(FLOATS, float("-inf")))
 
@@ -244,7 +267,9 @@ def element_of(pointer: types.Type) -> ir.Type:
     }[pointer.dtype]
 
 
-def place(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, element: ir.Type) -> ir.Value:
+def place(
+    builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, element: ir.Type
+) -> ir.Value:
     at = builder.gep(pointer, [index], source_etype=element)
     # Numba's pointers have element types; vectors are stored through an untyped one.
     at.type = POINTER
@@ -263,7 +288,9 @@ def _rounded(builder: ir.IRBuilder, floats: ir.Value) -> ir.Value:
     up = builder.add(words, builder.add(odd, constant(WORDS, 0x7FFF)))
     halves = builder.lshr(up, constant(WORDS, 16))
     is_nan = builder.fcmp_unordered("uno", floats, floats)
-    return builder.trunc(builder.select(is_nan, constant(WORDS, 0x7FC0), halves), HALVES)
+    return builder.trunc(
+        builder.select(is_nan, constant(WORDS, 0x7FC0), halves), HALVES
+    )
 
 
 @intrinsic
@@ -302,7 +329,9 @@ def load_first(
 
 
 @intrinsic
-def store(context: object, pointer: types.Type, index: types.Type, lanes: types.Type) -> object:
+def store(
+    context: object, pointer: types.Type, index: types.Type, lanes: types.Type
+) -> object:
     element = element_of(pointer)
 
     def emit(
@@ -317,14 +346,22 @@ def store(context: object, pointer: types.Type, index: types.Type, lanes: types.
 
 @intrinsic
 def store_first(
-    context: object, pointer: types.Type, index: types.Type, lanes: types.Type, count: types.Type
+    context: object,
+    pointer: types.Type,
+    index: types.Type,
+    lanes: types.Type,
+    count: types.Type,
 ) -> object:
     """Store the first `count` lanes; nothing else is written."""
     element = element_of(pointer)
     suffix = "v16f32" if element is FLOAT else "v16i16"
 
     def emit(
-        builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, lanes: ir.Value, count: ir.Value
+        builder: ir.IRBuilder,
+        pointer: ir.Value,
+        index: ir.Value,
+        lanes: ir.Value,
+        count: ir.Value,
     ) -> ir.Value:
         value = lanes if element is FLOAT else _rounded(builder, lanes)
         at = place(builder, pointer, index, element)
@@ -353,7 +390,9 @@ def prefetch(context: object, pointer: types.Type, index: types.Type) -> object:
 
     def emit(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value) -> ir.Value:
         at = place(builder, pointer, index, element)
-        call(builder, "llvm.prefetch.p0", ir.VoidType(), at, INT32(0), INT32(3), INT32(1))
+        call(
+            builder, "llvm.prefetch.p0", ir.VoidType(), at, INT32(0), INT32(3), INT32(1)
+        )
         return NOTHING
 
     return instruction(types.none(pointer, types.int64), emit)

@@ -37,11 +37,13 @@ from baton.kernels.cuda.paged import (
     tilings_of,
 )
 
-SPLIT = 256  # tokens; the partial results are then 3 % of the bytes read (4 heads of 128, bf16)
+# Tokens; the partial results are then 3 % of the bytes read (4 heads of 128, bf16).
+SPLIT = 256
 # Triton 3.6 over-allocates registers for some row counts, which lowers occupancy. With a limit,
 # later versions spill.
 NEEDS_LIMIT = triton.__version__.startswith("3.6.")
-MAX_SPLITS = 64  # per sequence: a longer context has longer splits, which bounds the workspace
+# Per sequence: a longer context has longer splits, which bounds the workspace.
+MAX_SPLITS = 64
 
 
 def paged_decode_attention(
@@ -72,12 +74,16 @@ def paged_decode_attention(
     split = ORDERED_SPLIT if ordered else SPLIT
     keys = min(block_tables.shape[1] * block_size, window or NO_WINDOW)
     rows = max(16, triton.next_power_of_2(num_heads // kv_heads))
-    share = tiles.per_multiprocessor if rows == 16 else tilings_of(q.device).wide_programs
+    share = (
+        tiles.per_multiprocessor if rows == 16 else tilings_of(q.device).wide_programs
+    )
     # The exponentials of a cap take registers of a third program.
     programs = num_programs(q.device, share if softcap is None else min(share, 2))
     is_few = 2 * batch * kv_heads <= programs and not ordered
     # A window may touch one more split than its length alone needs.
-    num_splits = triton.cdiv(keys, tiles.keys if is_few else split) + (window is not None)
+    num_splits = triton.cdiv(keys, tiles.keys if is_few else split) + (
+        window is not None
+    )
     num_splits = num_splits if ordered else min(num_splits, MAX_SPLITS)
     partial = q.new_empty((batch, num_heads, num_splits, head_dim), dtype=torch.float32)
     sums = q.new_empty((batch, num_heads, num_splits, 2), dtype=torch.float32)
@@ -181,7 +187,14 @@ def _locate(counts: tl.tensor, unit: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 # Counts are not specialised, because variants for 1 and for multiples of 16 would be compiled
 # during service.
 @triton.jit(
-    do_not_specialize=["batch", "num_splits", "window", "stride_table", "table_ptr", "len_ptr"]
+    do_not_specialize=[
+        "batch",
+        "num_splits",
+        "window",
+        "stride_table",
+        "table_ptr",
+        "len_ptr",
+    ]
 )
 def _split_kernel(
     q_ptr: tl.tensor,
@@ -233,7 +246,9 @@ def _split_kernel(
     counts = tl.where(row < batch, tl.maximum(tl.cdiv(ends - begins, sizes), 1), 0)
     if tl.program_id(0) == 0:
         tl.store(count_ptr + row, counts, mask=row < batch)
-    for item in range(tl.program_id(0), tl.sum(counts, 0) * KV_HEADS, tl.num_programs(0)):
+    for item in range(
+        tl.program_id(0), tl.sum(counts, 0) * KV_HEADS, tl.num_programs(0)
+    ):
         kv_head = item % KV_HEADS
         sequence, split = _locate(counts, item // KV_HEADS)
         context_len = tl.load(len_ptr + sequence)
@@ -289,7 +304,9 @@ def _split_kernel(
             tl.store(out_ptr + line[:, None] * HEAD_DIM + d[None, :], out, mask=live)
         else:
             place = line * num_splits + split
-            tl.store(partial_ptr + place[:, None] * HEAD_DIM + d[None, :], acc, mask=live)
+            tl.store(
+                partial_ptr + place[:, None] * HEAD_DIM + d[None, :], acc, mask=live
+            )
             tl.store(sum_ptr + place * 2, m, mask=own)
             tl.store(sum_ptr + place * 2 + 1, total, mask=own)
 

@@ -29,7 +29,9 @@ _LN_2_HIGH = tl.constexpr(constants.LN_2_HIGH)
 _LN_2_LOW = tl.constexpr(constants.LN_2_LOW)
 _ROOT_HALF = tl.constexpr(constants.ROOT_HALF)
 _LARGEST_UNIFORM = tl.constexpr(constants.LARGEST_UNIFORM)
-_GOLDEN, _MIX_1, _MIX_2 = map(tl.constexpr, (constants.GOLDEN, constants.MIX_1, constants.MIX_2))
+_GOLDEN, _MIX_1, _MIX_2 = map(
+    tl.constexpr, (constants.GOLDEN, constants.MIX_1, constants.MIX_2)
+)
 
 
 @triton.jit
@@ -82,7 +84,9 @@ def noise(key: tl.tensor, token: tl.tensor) -> tl.tensor:
     bits = (_mix(key + token.to(tl.uint64) * _GOLDEN) >> 32).to(tl.uint32)
     # Map into (0, 1). Small values, which win, keep the full precision of a float.
     uniform = (bits.to(tl.float32) + 0.5) * (2.0**-32)
-    return _minus_log_of_rest(tl.where(uniform < _LARGEST_UNIFORM, uniform, _LARGEST_UNIFORM))
+    return _minus_log_of_rest(
+        tl.where(uniform < _LARGEST_UNIFORM, uniform, _LARGEST_UNIFORM)
+    )
 
 
 @triton.jit
@@ -121,7 +125,8 @@ NONE = tl.constexpr(2**31 - 1)  # more than any token id
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _FARTHEST = tl.constexpr(0x43480000)  # the bits of 200: exp of -200 is 0
 _CLOSEST = tl.constexpr(0x3A800000)  # the bits of 2**-10
-_COARSE_STEPS, _SLACK = tl.constexpr(15), tl.constexpr(2 << 16)  # a bound leaves 16 bits open
+# A bound leaves 16 bits open.
+_COARSE_STEPS, _SLACK = tl.constexpr(15), tl.constexpr(2 << 16)
 
 
 @triton.jit
@@ -131,9 +136,9 @@ def load_logits(own: tl.tuple, token: tl.tensor, is_live: tl.tensor) -> tl.tenso
     `own` is where they are, where its changed ones are, and whether it has those.
     """
     logits, changed, is_changed = own
-    x = tl.load(logits + token, mask=is_live & (is_changed == 0), other=float("-inf")).to(
-        tl.float32
-    )
+    x = tl.load(
+        logits + token, mask=is_live & (is_changed == 0), other=float("-inf")
+    ).to(tl.float32)
     y = tl.load(changed + token, mask=is_live & is_changed, other=float("-inf"))
     return tl.where(is_changed, y, x)
 
@@ -160,7 +165,10 @@ def bound(
     """
     tile = tl.arange(0, TILES)
     scaled = (
-        tl.div_rn(tl.load(tile_tops + tile, mask=tile < tiles, other=float("-inf")), heat) - highest
+        tl.div_rn(
+            tl.load(tile_tops + tile, mask=tile < tiles, other=float("-inf")), heat
+        )
+        - highest
     )
     distance = scaled.to(tl.int32, bitcast=True) & _MAGNITUDE
     heaviest = (weight_of(scaled, lowest) * SCALE).to(tl.int64)
@@ -250,7 +258,9 @@ def draw(
                 within = _distance(x, heat, highest) <= edge + (bit - 1)
                 found += tl.sum(within.to(tl.int32), 0)
             edge += tl.where(found < top_k, bit, 0)
-        lowest = tl.maximum(lowest, -tl.minimum(edge, _FARTHEST).to(tl.float32, bitcast=True))
+        lowest = tl.maximum(
+            lowest, -tl.minimum(edge, _FARTHEST).to(tl.float32, bitcast=True)
+        )
     least = tl.full((), TINY, tl.float32)
     if top_p < 1.0:
         if has_top_k:
@@ -278,7 +288,9 @@ def draw(
         x = _logits(own, kept, start, count, is_row)
         weight = weight_of(tl.div_rn(x, heat) - highest, lowest)
         known = tl.load(kept_ids + lane, mask=(lane < count) & (is_row == 0), other=0)
-        best, best_id = race(best, best_id, weight, least, key, tl.where(is_row, lane, known))
+        best, best_id = race(
+            best, best_id, weight, least, key, tl.where(is_row, lane, known)
+        )
     won = tl.max(best, 0)
     return tl.min(tl.where(best == won, best_id, NONE), 0)
 

@@ -28,11 +28,14 @@ from baton.kernels.cuda.paged import interpreted, tilings_of
 from baton.kernels.reference import NarrowWeight
 
 BLOCK_M = 64
-PROGRAMS = 128  # fill a large GPU; a constant, because every node cuts a weight in the same parts
-LEAST_PART = 512  # of the inner dimension; adding shorter parts costs more than it saves
+# Fill a large GPU; a constant, because every node cuts a weight in the same parts.
+PROGRAMS = 128
+# Of the inner dimension; adding shorter parts costs more than it saves.
+LEAST_PART = 512
 BAND = 8  # tiles of rows that share a tile of the weight while it is in the L2 cache
 ADDED = 1024  # sums of one program that adds parts
-HALF = 32  # neighbouring inputs in the lower bits of bytes, or in the upper bits of the same bytes
+# Neighbouring inputs in the lower bits of bytes, or in the upper bits of the same bytes.
+HALF = 32
 
 
 def fixed_product(x: Tensor, weight: Tensor) -> Tensor:
@@ -67,7 +70,9 @@ def packed(weight: NarrowWeight, device: torch.device) -> tuple[Tensor, NarrowPr
     is_fp8 = weight.codes.dtype != torch.uint8
     codes = weight.codes.view(torch.uint8).to(device)
     codes = F.pad(codes, (0, -codes.shape[1] % (2 * HALF)))
-    scales, zeros = (part.T.to(device).contiguous() for part in (weight.scales, weight.zeros))
+    scales, zeros = (
+        part.T.to(device).contiguous() for part in (weight.scales, weight.zeros)
+    )
     if not is_fp8:
         low, high = codes.unflatten(1, (-1, 2, HALF)).unbind(2)
         codes = (low | high << 4).flatten(1)
@@ -86,8 +91,12 @@ def _in_parts(
     num_parts = max(1, min(PROGRAMS // tiles_n, inner // LEAST_PART))
     part = triton.cdiv(triton.cdiv(inner, block_k * turns), num_parts)  # in steps
     is_spread = num_parts > 1 and tiles < PROGRAMS
-    sums = x.new_empty((num_parts if is_spread else 0, rows, columns), dtype=torch.float32)
-    scales, zeros, group = (grid.scales, grid.zeros, grid.group) if grid else (None, None, 1)
+    sums = x.new_empty(
+        (num_parts if is_spread else 0, rows, columns), dtype=torch.float32
+    )
+    scales, zeros, group = (
+        (grid.scales, grid.zeros, grid.group) if grid else (None, None, 1)
+    )
     _product_kernel[(tiles, num_parts if is_spread else 1)](
         x,
         weight,
@@ -179,7 +188,13 @@ def _product_kernel(
                     else:
                         weight = (pairs >> (4 * turn)) & 15
                     weight = _widened(
-                        weight, scales_ptr, zeros_ptr, grid, n < columns, x.dtype, IS_FP8
+                        weight,
+                        scales_ptr,
+                        zeros_ptr,
+                        grid,
+                        n < columns,
+                        x.dtype,
+                        IS_FP8,
                     )
                 if UPCAST:
                     x = x.to(tl.float32)
@@ -189,7 +204,9 @@ def _product_kernel(
     place = m.to(tl.int64)[:, None] * columns + n[None, :]
     live = (m < rows)[:, None] & (n < columns)[None, :]
     if tl.num_programs(1) > 1:
-        tl.store(sum_ptr + first.to(tl.int64) * rows * columns + place, total, mask=live)
+        tl.store(
+            sum_ptr + first.to(tl.int64) * rows * columns + place, total, mask=live
+        )
     else:
         tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=live)
 

@@ -106,7 +106,9 @@ def _grouped_product_kernel(
     for start in range(0, inner, BLOCK_K):
         live = (start + k < inner)[None, :]
         x = tl.load(x_rows + start, mask=(m < end)[:, None] & live, other=0.0)
-        weight = tl.load(weight_rows + start, mask=(n < columns)[:, None] & live, other=0.0)
+        weight = tl.load(
+            weight_rows + start, mask=(n < columns)[:, None] & live, other=0.0
+        )
         if UPCAST:
             x = x.to(tl.float32)
             weight = weight.to(tl.float32)
@@ -163,6 +165,10 @@ def _add_experts_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     for choice in range(TOP_K):
         weight = tl.load(weights_ptr + token * stride_weights + choice)
-        row = tl.load(rows_ptr + (token * TOP_K + choice) * HIDDEN + d, mask=live, other=0.0)
+        row = tl.load(
+            rows_ptr + (token * TOP_K + choice) * HIDDEN + d, mask=live, other=0.0
+        )
         total += weight * row.to(tl.float32)
-    tl.store(out_ptr + token * HIDDEN + d, total.to(out_ptr.dtype.element_ty), mask=live)
+    tl.store(
+        out_ptr + token * HIDDEN + d, total.to(out_ptr.dtype.element_ty), mask=live
+    )

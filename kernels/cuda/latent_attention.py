@@ -56,7 +56,9 @@ def latent_decode_attention(
     splits as the table has, so tables should be no wider than the batch needs. Tables `of_slots`
     name the slot of each key, and may be more than a batch of sequences.
     """
-    sizes = _sizes(q, pool, block_tables[:MAX_BATCH] if of_slots else block_tables, rotated)
+    sizes = _sizes(
+        q, pool, block_tables[:MAX_BATCH] if of_slots else block_tables, rotated
+    )
     (batch, heads, _), latent = q.shape, sizes["LATENT"]
     per_entry = 1 if of_slots else pool.shape[4]
     num_splits = triton.cdiv(block_tables.shape[1] * per_entry, ORDERED_SPLIT)
@@ -146,11 +148,15 @@ def latent_prefill_attention(
     return out
 
 
-def _sizes(q: Tensor, pool: Tensor, block_tables: Tensor, rotated: int) -> dict[str, int]:
+def _sizes(
+    q: Tensor, pool: Tensor, block_tables: Tensor, rotated: int
+) -> dict[str, int]:
     """Assert the layout that the kernels rely on, and return what both are compiled for."""
     _, kv_heads, _, planes, block_size, row_dim = pool.shape
     latent = row_dim - rotated
-    assert (kv_heads, planes) == (1, 1), f"not a pool of latent rows: {tuple(pool.shape)}"
+    assert (kv_heads, planes) == (1, 1), (
+        f"not a pool of latent rows: {tuple(pool.shape)}"
+    )
     assert pool.stride()[4:] == (row_dim, 1), "a layer of a block is contiguous"
     assert block_size in BLOCK_SIZES, f"block size {block_size}"
     assert latent <= MAX_LATENT, f"latent rows of {latent}"
@@ -173,13 +179,16 @@ def _sizes(q: Tensor, pool: Tensor, block_tables: Tensor, rotated: int) -> dict[
         "num_warps": 8,
         "num_stages": 3 if q.dtype == torch.bfloat16 else 1,
         "enable_fp_fusion": True,
-        "maxnreg": 255,  # else the assembler spills to fit two programs that memory has no room for
+        # Else the assembler spills to fit two programs that memory has no room for.
+        "maxnreg": 255,
     }
 
 
 # Counts are not specialised, because variants for 1 and for multiples of 16 would be compiled
 # during service.
-@triton.jit(do_not_specialize=["batch", "num_splits", "stride_table", "table_ptr", "len_ptr"])
+@triton.jit(
+    do_not_specialize=["batch", "num_splits", "stride_table", "table_ptr", "len_ptr"]
+)
 def _latent_split_kernel(
     q_ptr: tl.tensor,
     pool_ptr: tl.tensor,
@@ -288,13 +297,17 @@ def _latent_merge_kernel(
             acc,
             tl.load(sums + split * 2 + one),
             tl.load(sums + split * 2 + 1 + one),
-            tl.load(partials + split * LATENT + d + one[:, None], mask=d < LATENT, other=0.0),
+            tl.load(
+                partials + split * LATENT + d + one[:, None], mask=d < LATENT, other=0.0
+            ),
         )
     out = (acc / norm[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + line * LATENT + d + one[:, None], out, mask=d < LATENT)
 
 
-@triton.jit(do_not_specialize=["batch", "stride_table", "table_ptr", "start_ptr", "len_ptr"])
+@triton.jit(
+    do_not_specialize=["batch", "stride_table", "table_ptr", "start_ptr", "len_ptr"]
+)
 def _latent_prefill_kernel(
     q_ptr: tl.tensor,
     pool_ptr: tl.tensor,
@@ -326,7 +339,9 @@ def _latent_prefill_kernel(
     row = tl.arange(0, MAX_BATCH)
     starts = tl.load(start_ptr + row, mask=row < batch, other=0)
     unit = tl.program_id(1)
-    sequence = tl.sum(((starts // tokens + row <= unit) & (row < batch)).to(tl.int32), 0) - 1
+    sequence = (
+        tl.sum(((starts // tokens + row <= unit) & (row < batch)).to(tl.int32), 0) - 1
+    )
     query_start = tl.load(start_ptr + sequence)
     query_len = tl.load(start_ptr + sequence + 1) - query_start
     tile = unit - (query_start // tokens + sequence)
@@ -417,11 +432,15 @@ def _attend(
             rows = (blocks // BLOCK_SIZE).to(tl.int64) * stride_block
             rows += blocks % BLOCK_SIZE * (LATENT + ROTATED)
         else:
-            rows = slot_rows(blocks, tile, stride_block, BLOCK_SIZE, LATENT + ROTATED, KEYS)
+            rows = slot_rows(
+                blocks, tile, stride_block, BLOCK_SIZE, LATENT + ROTATED, KEYS
+            )
         blocks = load_blocks(table, tile + KEYS, end, per_entry, KEYS)
         n = tile + tl.arange(0, KEYS)
         k = load_rows(pool_ptr + rows[:, None] + d, n < end, LATENT, DIM, True)
-        k_turned = load_rows(pool_ptr + rows[:, None] + LATENT + r, n < end, ROTATED, TURN, True)
+        k_turned = load_rows(
+            pool_ptr + rows[:, None] + LATENT + r, n < end, ROTATED, TURN, True
+        )
         if UPCAST:
             k = k.to(tl.float32)
             k_turned = k_turned.to(tl.float32)
@@ -435,7 +454,8 @@ def _attend(
 
 
 def turn_and_store(
-    x: Tensor,  # [num_tokens, num_heads + 1, row_dim], contiguous: queries, then the row
+    # [num_tokens, num_heads + 1, row_dim], contiguous: queries, then the row.
+    x: Tensor,
     positions: Tensor,  # [num_tokens]
     cos_sin: Tensor,  # [max_position, rotated]: the cosines, then the sines
     pool: Tensor,  # [num_blocks, 1, num_layers, 1, block_size, row_dim]
@@ -508,7 +528,14 @@ def _turn_store_kernel(
         row = x_ptr + HEADS * row_dim
         target = pool_ptr + layer_offset + slot // BLOCK_SIZE * stride_block
         target += slot % BLOCK_SIZE * row_dim
-        _turn(row + LATENT + i, target + LATENT + i, (i < half) & (slot >= 0), cos, sin, half)
+        _turn(
+            row + LATENT + i,
+            target + LATENT + i,
+            (i < half) & (slot >= 0),
+            cos,
+            sin,
+            half,
+        )
         d = tl.arange(0, DIM)
         live = (d < LATENT) & (slot >= 0)
         tl.store(target + d, tl.load(row + d, mask=live), mask=live)

@@ -32,7 +32,8 @@ HEAD_DIMS = (32, 64, 80, 96, 112, 128, 256)
 BLOCK_SIZES = (16, 32, 64, 128)
 MAX_GROUP = 32
 NO_WINDOW = 1 << 30  # keys that a query sees where a model has no sliding window
-ORDERED_SPLIT = 512  # keys of an ordered split, which decode and prefill both sum separately
+# Keys of an ordered split, which decode and prefill both sum separately.
+ORDERED_SPLIT = 512
 # One compiled variant serves every batch, so a row's bits cannot depend on the batch.
 MAX_BATCH = 1024
 
@@ -42,14 +43,20 @@ def check_pool(q: Tensor, pool: Tensor, block_tables: Tensor) -> None:
     _, kv_heads, _, two, block_size, width = pool.shape
     head_dim = pool_head_dim(pool)
     assert two == 2, f"not a pool of keys and values: {tuple(pool.shape)}"
-    assert pool.stride()[3:] == (block_size * width, width, 1), "a layer of a block is contiguous"
+    assert pool.stride()[3:] == (block_size * width, width, 1), (
+        "a layer of a block is contiguous"
+    )
     assert block_size in BLOCK_SIZES, f"block size {block_size}"
     assert head_dim in HEAD_DIMS, f"head size {head_dim}"
     assert q.shape[2] == head_dim, f"queries of {q.shape[2]}, a pool of {head_dim}"
     assert q.stride()[1:] == (head_dim, 1), "the heads of a token are contiguous"
-    assert pool.dtype in {q.dtype, torch.uint8}, f"queries are {q.dtype}, the pool is {pool.dtype}"
+    assert pool.dtype in {q.dtype, torch.uint8}, (
+        f"queries are {q.dtype}, the pool is {pool.dtype}"
+    )
     assert q.shape[1] % kv_heads == 0, f"{q.shape[1]} heads over {kv_heads} KV heads"
-    assert q.shape[1] // kv_heads <= MAX_GROUP, f"{q.shape[1] // kv_heads} heads share a KV head"
+    assert q.shape[1] // kv_heads <= MAX_GROUP, (
+        f"{q.shape[1] // kv_heads} heads share a KV head"
+    )
     assert len(block_tables) <= MAX_BATCH, f"a batch of {len(block_tables)}"
     assert block_tables.stride(1) == 1, "a block table is contiguous"
 
@@ -64,7 +71,10 @@ def num_programs(device: torch.device, per_multiprocessor: int) -> int:
     """Return how many programs fill the device, at `per_multiprocessor` on each multiprocessor."""
     if device.type != "cuda":
         return 4  # the interpreter runs them one after the other
-    return torch.cuda.get_device_properties(device).multi_processor_count * per_multiprocessor
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        * per_multiprocessor
+    )
 
 
 @triton.jit
@@ -143,14 +153,18 @@ def load_kv(
     is_fp8: tl.constexpr = kv_ptr.dtype.element_ty == tl.uint8
     rows = slot_rows(blocks, start, stride_block, BLOCK_SIZE, HEAD_DIM, TILE)
     here = kv_ptr + rows[:, None] + tl.arange(0, DIM)[None, :]
-    to_values: tl.constexpr = BLOCK_SIZE * (HEAD_DIM + 1) if is_fp8 else BLOCK_SIZE * HEAD_DIM
+    to_values: tl.constexpr = (
+        BLOCK_SIZE * (HEAD_DIM + 1) if is_fp8 else BLOCK_SIZE * HEAD_DIM
+    )
     if IS_VALUE:
         here += to_values
     numbers = load_rows(here, live, HEAD_DIM, DIM, MASKED)
     if is_fp8:
         # Exponents are loaded as words, because Triton's pipeliner leaves out single bytes.
         slot = (start % BLOCK_SIZE + tl.arange(0, TILE)) % BLOCK_SIZE
-        first = blocks.to(tl.int64) * stride_block + BLOCK_SIZE * HEAD_DIM + slot // 4 * 4
+        first = (
+            blocks.to(tl.int64) * stride_block + BLOCK_SIZE * HEAD_DIM + slot // 4 * 4
+        )
         if IS_VALUE:
             first += to_values
         words = (kv_ptr + first).to(tl.pointer_type(tl.int32), bitcast=True)
@@ -192,7 +206,9 @@ def fold(
     m, p, shrink = weigh(m, s, visible, scale_log2, cap_log2, MASKED)
     if ORDERED:
         ones = tl.full((s.shape[1], 16), 1.0, v.dtype)
-        norm = tl.dot(p.to(v.dtype), ones, norm * shrink[:, None], input_precision="ieee")
+        norm = tl.dot(
+            p.to(v.dtype), ones, norm * shrink[:, None], input_precision="ieee"
+        )
     else:
         norm = norm * shrink + tl.sum(p, 1)
     acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
@@ -293,7 +309,8 @@ class PrefillTiling:
 FP32 = torch.float32
 BF16 = torch.bfloat16
 FP8 = torch.uint8
-Row = tuple[torch.dtype, int]  # number type (FP8: a pool of FP8, queries in bf16), head size
+# Number type (FP8: a pool of FP8, queries in bf16), head size.
+Row = tuple[torch.dtype, int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,10 +36,18 @@ def rope_and_store(
     """
     num_tokens, num_heads, head_dim = q.shape
     _, kv_heads, _, _, block_size, width = pool.shape
-    assert k.shape == v.shape == (num_tokens, kv_heads, head_dim), (k.shape, v.shape, pool.shape)
-    assert q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == (head_dim, 1), "packed heads"
+    assert k.shape == v.shape == (num_tokens, kv_heads, head_dim), (
+        k.shape,
+        v.shape,
+        pool.shape,
+    )
+    assert q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == (head_dim, 1), (
+        "packed heads"
+    )
     assert pool_head_dim(pool) == head_dim, (k.shape, pool.shape, pool.dtype)
-    assert pool.stride()[3:] == (block_size * width, width, 1), "a layer of a block is contiguous"
+    assert pool.stride()[3:] == (block_size * width, width, 1), (
+        "a layer of a block is contiguous"
+    )
     assert cos_sin.is_contiguous()
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     rows = max(triton.next_power_of_2(num_heads), triton.next_power_of_2(kv_heads))
@@ -235,19 +243,27 @@ def _normed_halves(
         inverse = tl.rsqrt(mean + eps)[:, None]
         weights = weight_ptr + d
         low = low * inverse * tl.load(weights, mask=d < half, other=0.0).to(tl.float32)
-        high = high * inverse * tl.load(weights + half, mask=d < half, other=0.0).to(tl.float32)
+        high = (
+            high
+            * inverse
+            * tl.load(weights + half, mask=d < half, other=0.0).to(tl.float32)
+        )
     return low, high
 
 
 TILE = 4096  # words of 4 bytes: four 16-byte accesses in flight per thread
-COPIERS = 32  # programs of a copy, which leave most multiprocessors to the steps beside it
+# Programs of a copy, which leave most multiprocessors to the steps beside it.
+COPIERS = 32
 SPAN, LEAST, MOST = map(
-    tl.constexpr, (constants.FP8_SPAN, constants.LEAST_EXPONENT, constants.MOST_EXPONENT)
+    tl.constexpr,
+    (constants.FP8_SPAN, constants.LEAST_EXPONENT, constants.MOST_EXPONENT),
 )
 PLACE_FACTOR, WORD_FACTOR, MIX_FACTOR = map(tl.constexpr, constants.CHECKSUM_FACTORS)
 
 
-def move_blocks(source: Tensor, source_ids: Tensor, target: Tensor, target_ids: Tensor) -> None:
+def move_blocks(
+    source: Tensor, source_ids: Tensor, target: Tensor, target_ids: Tensor
+) -> None:
     """Copy block `source_ids[i]` of `source` to block `target_ids[i]`, all different, of `target`.
 
     Both are `[num_blocks, block_numel]`; `source` may be the memory of another GPU.
@@ -335,7 +351,9 @@ def _sum_kernel(
         row = item // tiles
         block = tl.load(id_ptr + row).to(tl.int64)
         w = item % tiles * TILE + tl.arange(0, TILE)
-        word = tl.load(pool_ptr + block * words + w, mask=w < words, other=0).to(tl.uint32)
+        word = tl.load(pool_ptr + block * words + w, mask=w < words, other=0).to(
+            tl.uint32
+        )
         mixed = (word ^ (w.to(tl.uint32) * PLACE_FACTOR)) * WORD_FACTOR
         mixed = (mixed ^ (mixed >> 15)) * MIX_FACTOR
         mixed = tl.where(w < words, mixed ^ (mixed >> 13), 0)

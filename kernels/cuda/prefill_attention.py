@@ -104,7 +104,14 @@ def paged_prefill_attention(
 # Counts are not specialised, because variants for 1 and for multiples of 16 would be compiled
 # during service.
 @triton.jit(
-    do_not_specialize=["batch", "window", "stride_table", "table_ptr", "start_ptr", "len_ptr"],
+    do_not_specialize=[
+        "batch",
+        "window",
+        "stride_table",
+        "table_ptr",
+        "start_ptr",
+        "len_ptr",
+    ],
 )
 def _prefill_kernel(
     q_ptr: tl.tensor,
@@ -140,7 +147,9 @@ def _prefill_kernel(
     row = tl.arange(0, MAX_BATCH)
     starts = tl.load(start_ptr + row, mask=row < batch, other=0)
     unit = tl.program_id(1)
-    sequence = tl.sum(((starts // QUERIES + row <= unit) & (row < batch)).to(tl.int32), 0) - 1
+    sequence = (
+        tl.sum(((starts // QUERIES + row <= unit) & (row < batch)).to(tl.int32), 0) - 1
+    )
     tile = unit - (tl.load(start_ptr + sequence) // QUERIES + sequence)
     query_start = tl.load(start_ptr + sequence)
     query_len = tl.load(start_ptr + sequence + 1) - query_start
@@ -302,7 +311,9 @@ def _prefill_kernel(
     out = (acc / norm[:, None]).to(out_ptr.dtype.element_ty)
     place = (token * tl.num_programs(0) + head) * HEAD_DIM
     tl.store(
-        out_ptr + place[:, None] + d[None, :], out, mask=own[:, None] & (d < HEAD_DIM)[None, :]
+        out_ptr + place[:, None] + d[None, :],
+        out,
+        mask=own[:, None] & (d < HEAD_DIM)[None, :],
     )
 
 
@@ -368,9 +379,22 @@ def _attend(
             KEYS,
             MASKED,
         )
-        visible = _visible(tile_start, end, first_position, window, QUERIES, KEYS, WINDOWED)
+        visible = _visible(
+            tile_start, end, first_position, window, QUERIES, KEYS, WINDOWED
+        )
         m, norm, acc = fold(
-            m, norm, acc, q, k, v, visible, scale_log2, cap_log2, MASKED, ORDERED, UPCAST
+            m,
+            norm,
+            acc,
+            q,
+            k,
+            v,
+            visible,
+            scale_log2,
+            cap_log2,
+            MASKED,
+            ORDERED,
+            UPCAST,
         )
     return m, norm, acc
 
@@ -407,9 +431,29 @@ def _attend_ahead(
     """
     blocks = load_blocks(table, first_key, end, BLOCK_SIZE, KEYS)
     after = load_blocks(table, first_key + KEYS, end, BLOCK_SIZE, KEYS)
-    s = _scores(q, kv_ptr, blocks, first_key, stride_block, HEAD_DIM, DIM, BLOCK_SIZE, KEYS, UPCAST)
+    s = _scores(
+        q,
+        kv_ptr,
+        blocks,
+        first_key,
+        stride_block,
+        HEAD_DIM,
+        DIM,
+        BLOCK_SIZE,
+        KEYS,
+        UPCAST,
+    )
     ahead = _scores(
-        q, kv_ptr, after, first_key + KEYS, stride_block, HEAD_DIM, DIM, BLOCK_SIZE, KEYS, UPCAST
+        q,
+        kv_ptr,
+        after,
+        first_key + KEYS,
+        stride_block,
+        HEAD_DIM,
+        DIM,
+        BLOCK_SIZE,
+        KEYS,
+        UPCAST,
     )
     after = load_blocks(table, first_key + 2 * KEYS, end, BLOCK_SIZE, KEYS)
     visible = _visible(first_key, end, first_position, window, QUERIES, KEYS, WINDOWED)
@@ -590,7 +634,9 @@ def _phase(
         )
         blocks = load_blocks(table, tile_start, end, BLOCK_SIZE, KEYS)
         after = load_blocks(table, tile_start + 2 * KEYS, end, BLOCK_SIZE, KEYS)
-        visible = _visible(tile_start, end, first_position, window, QUERIES, KEYS, WINDOWED)
+        visible = _visible(
+            tile_start, end, first_position, window, QUERIES, KEYS, WINDOWED
+        )
         m, p, shrink = weigh(m, s, visible, scale_log2, cap_log2, MASKED)
         norm = norm * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]

@@ -73,7 +73,9 @@ def _add_rms_norm_kernel(
     live = d < HIDDEN
     x = tl.load(x_ptr + token * stride_x + d, mask=live, other=0.0).to(tl.float32)
     if residual_ptr is not None:
-        x += tl.load(residual_ptr + token * HIDDEN + d, mask=live, other=0.0).to(tl.float32)
+        x += tl.load(residual_ptr + token * HIDDEN + d, mask=live, other=0.0).to(
+            tl.float32
+        )
         stream = x.to(stream_ptr.dtype.element_ty)
         tl.store(stream_ptr + token * HIDDEN + d, stream, mask=live)
         # The next layer adds to the rounded sum, so the norm uses the rounded sum too.
@@ -135,4 +137,6 @@ def _gate_mul_kernel(
     if CUBIC != 0:
         exponent += CUBIC * gate * gate * gate
     out = gate * tl.sigmoid(exponent) * (up + OFFSET)
-    tl.store(out_ptr + token * FEATURES + f, out.to(out_ptr.dtype.element_ty), mask=live)
+    tl.store(
+        out_ptr + token * FEATURES + f, out.to(out_ptr.dtype.element_ty), mask=live
+    )

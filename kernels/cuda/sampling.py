@@ -47,7 +47,8 @@ def sample_tokens(
     logits: Tensor,  # [num_rows, vocab] fp32 or bf16
     ints: Tensor,  # [num_rows, ROW_INTS] int64: seed, choice, position, top_k
     reals: Tensor,  # [num_rows, ROW_REALS] float64: temperature, log of min_p, top_p
-    held_back: Tensor,  # [num_rows, width] int32: ids that must not be drawn; -1 names none
+    # [num_rows, width] int32: ids that must not be drawn; -1 names none.
+    held_back: Tensor,
     changed: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Return one token id for each row, `[num_rows]` int64, on the device.
@@ -145,7 +146,14 @@ def sample_tokens(
 # Counts, and the addresses of tensors that the host fills, are not specialised, so that every batch
 # finds the variants that the first call compiled.
 @triton.jit(
-    do_not_specialize=[*_OTHERS, "held_ptr", "top_ptr", "top_id_ptr", "tiles", "held_width"]
+    do_not_specialize=[
+        *_OTHERS,
+        "held_ptr",
+        "top_ptr",
+        "top_id_ptr",
+        "tiles",
+        "held_width",
+    ]
 )
 def _scan_kernel(
     logits_ptr: tl.tensor,
@@ -165,7 +173,9 @@ def _scan_kernel(
     """Hide ids that must not be drawn; store a chunk's maxima and the first id of the largest."""
     first = tl.program_id(0) * CHUNK
     row = tl.program_id(1)
-    own = _own(logits_ptr, stride_logits, changed_ptr, number_ptr, has_changed, row, vocab)
+    own = _own(
+        logits_ptr, stride_logits, changed_ptr, number_ptr, has_changed, row, vocab
+    )
     logits, changed, is_changed = own
     for start in range(0, held_width, 16):
         i = start + tl.arange(0, 16)
@@ -179,7 +189,9 @@ def _scan_kernel(
     x = load_logits(own, token, token < vocab)
     tile_tops = tl.max(x, 1)
     tile += first // WIDTH
-    tl.store(tile_top_ptr + row.to(tl.int64) * tiles + tile, tile_tops, mask=tile < tiles)
+    tl.store(
+        tile_top_ptr + row.to(tl.int64) * tiles + tile, tile_tops, mask=tile < tiles
+    )
     top = tl.max(tile_tops, 0)
     place = row * tl.num_programs(0) + tl.program_id(0)
     tl.store(top_ptr + place, top)
@@ -223,9 +235,13 @@ def _weigh_kernel(
     if (temperature >= _MIN_TEMPERATURE) & ((top_k <= 0) | (top_k >= vocab)):
         heat = temperature.to(tl.float32)
         chunk = tl.arange(0, CHUNKS)
-        tops = tl.load(top_ptr + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
+        tops = tl.load(
+            top_ptr + row * chunks + chunk, mask=chunk < chunks, other=float("-inf")
+        )
         highest = tl.div_rn(tl.max(tops, 0), heat)
-        own = _own(logits_ptr, stride_logits, changed_ptr, number_ptr, has_changed, row, vocab)
+        own = _own(
+            logits_ptr, stride_logits, changed_ptr, number_ptr, has_changed, row, vocab
+        )
         tile = tl.arange(0, STEP // WIDTH)
         lane = tile[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
         first = tl.program_id(0) * CHUNK
@@ -301,9 +317,13 @@ def _choose_kernel(
     elif has_top_k | (top_p < 1.0):
         heat = temperature.to(tl.float32)
         chunk = tl.arange(0, CHUNKS)
-        tops = tl.load(top_ptr + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
+        tops = tl.load(
+            top_ptr + row * chunks + chunk, mask=chunk < chunks, other=float("-inf")
+        )
         highest = tl.div_rn(tl.max(tops, 0), heat)
-        own = _own(logits_ptr, stride_logits, changed_ptr, number_ptr, has_changed, row, vocab)
+        own = _own(
+            logits_ptr, stride_logits, changed_ptr, number_ptr, has_changed, row, vocab
+        )
         limit, wanted = bound(
             tile_top_ptr + row * tiles,
             tile_sum_ptr + row * tiles,
@@ -383,7 +403,9 @@ def _winner(
 
 
 @triton.jit
-def _reals(real_ptr: tl.tensor, row: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+def _reals(
+    real_ptr: tl.tensor, row: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Return the temperature (fp64), the least scaled logit of min-p (fp32) and top_p (fp64)."""
     own = real_ptr + row * _ROW_REALS
     return tl.load(own), tl.load(own + 1).to(tl.float32), tl.load(own + 2)

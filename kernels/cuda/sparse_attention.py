@@ -17,7 +17,13 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.kernels.constants import DIGIT_BITS
-from baton.kernels.cuda.paged import BLOCK_SIZES, interpreted, load_blocks, load_rows, slot_rows
+from baton.kernels.cuda.paged import (
+    BLOCK_SIZES,
+    interpreted,
+    load_blocks,
+    load_rows,
+    slot_rows,
+)
 
 MAX_HEADS = 64
 MAX_HEAD_DIM = 128
@@ -154,7 +160,13 @@ def _index_scores_kernel(
     head = tl.arange(0, ROWS)
     d = tl.arange(0, DIM)[None, :]
     own = head < HEADS
-    q = load_rows(q_ptr + token * stride_q + head[:, None] * HEAD_DIM + d, own, HEAD_DIM, DIM, True)
+    q = load_rows(
+        q_ptr + token * stride_q + head[:, None] * HEAD_DIM + d,
+        own,
+        HEAD_DIM,
+        DIM,
+        True,
+    )
     weight = tl.load(weight_ptr + token * HEADS + head, mask=own, other=0.0)
     if UPCAST:
         q = q.to(tl.float32)
@@ -163,7 +175,9 @@ def _index_scores_kernel(
         rows = slot_rows(blocks, tile, stride_block, BLOCK_SIZE, HEAD_DIM, KEYS)
         blocks = load_blocks(table, tile + KEYS, end, BLOCK_SIZE, KEYS)
         n = tile + tl.arange(0, KEYS)
-        k = load_rows(key_ptr + layer_offset + rows[:, None] + d, n < end, HEAD_DIM, DIM, True)
+        k = load_rows(
+            key_ptr + layer_offset + rows[:, None] + d, n < end, HEAD_DIM, DIM, True
+        )
         if UPCAST:
             k = k.to(tl.float32)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -231,7 +245,9 @@ def _take_best_kernel(
         ordered = _ordered(scores, n, seen)
         is_equal = ((n < seen) & (ordered == found)).to(tl.int32)
         is_taken = (n < seen) & (ordered > found)
-        is_taken = is_taken | ((is_equal > 0) & (num_equal + tl.cumsum(is_equal, 0) <= left))
+        is_taken = is_taken | (
+            (is_equal > 0) & (num_equal + tl.cumsum(is_equal, 0) <= left)
+        )
         number = taken + tl.cumsum(is_taken.to(tl.int32), 0) - 1
         block = tl.load(table + n // BLOCK_SIZE, mask=is_taken, other=0)
         tl.store(slots + number, block * BLOCK_SIZE + n % BLOCK_SIZE, mask=is_taken)

@@ -27,9 +27,11 @@ _BIAS_MASK = tl.constexpr(constants.BIAS_MASK)
 def penalize_counted(
     logits: Tensor,  # [num_samples, vocab] fp32 or bf16
     words: Tensor,  # [num_rows, vocab] int32
-    factors: Tensor,  # [num_rows, 3] float64: presence, frequency and repetition penalty
+    # [num_rows, 3] float64: presence, frequency and repetition penalty.
+    factors: Tensor,
     biases: Tensor,  # [num_rows, num_biases] float64
-    counted: Tensor,  # [num_samples, 2] int32: the row, -1 for none; whether its token is output
+    # [num_samples, 2] int32: the row, -1 for none; whether its token is output.
+    counted: Tensor,
     token_ids: Tensor,  # [num_samples] int64: the token that was computed
 ) -> Tensor:
     """Count the tokens; return the logits as their words change them, in fp64, rounded to fp32.
@@ -40,7 +42,9 @@ def penalize_counted(
     num_samples, vocab = logits.shape
     assert logits.stride(1) == 1, "the logits of a row are contiguous"
     assert words.shape[1] == vocab
-    assert all(given.is_contiguous() for given in (words, factors, biases, counted, token_ids))
+    assert all(
+        given.is_contiguous() for given in (words, factors, biases, counted, token_ids)
+    )
     changed = logits.new_empty((num_samples, vocab), dtype=torch.float32)
     _penalize_kernel[(triton.cdiv(vocab, CHUNK), num_samples)](
         logits,
@@ -82,11 +86,15 @@ def _penalize_kernel(
         word = tl.load(word_ptr + row * vocab + token, mask=token < vocab, other=0)
         count = (word >> 1) & _MAX_COUNT
         is_counted = tl.load(counted_ptr + 2 * sample + 1) > 0
-        is_new = (token == tl.load(token_ptr + sample)) & is_counted & (count < _MAX_COUNT)
+        is_new = (
+            (token == tl.load(token_ptr + sample)) & is_counted & (count < _MAX_COUNT)
+        )
         count = tl.where(is_new, count + 1, count)
         word = tl.where(is_new, word + 2, word)
         tl.store(word_ptr + row * vocab + token, word, mask=is_new)
-        x = tl.load(logits_ptr + sample * stride_logits + token, mask=token < vocab, other=0.0)
+        x = tl.load(
+            logits_ptr + sample * stride_logits + token, mask=token < vocab, other=0.0
+        )
         x = x.to(tl.float64)
         bias = (word >> _BIAS_SHIFT) & _BIAS_MASK
         x += tl.load(bias_ptr + row * num_biases + bias - 1, mask=bias > 0, other=0.0)
@@ -96,4 +104,6 @@ def _penalize_kernel(
         is_seen = (count > 0) | ((word & 1) > 0)
         x = tl.where(is_seen, tl.where(x > 0, x / repetition, x * repetition), x)
         x -= tl.where(count > 0, frequency * count.to(tl.float64) + presence, 0.0)
-        tl.store(changed_ptr + sample * vocab + token, x.to(tl.float32), mask=token < vocab)
+        tl.store(
+            changed_ptr + sample * vocab + token, x.to(tl.float32), mask=token < vocab
+        )

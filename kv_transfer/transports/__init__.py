@@ -27,7 +27,9 @@ log = logger("transfer")
 TRANSPORTS: tuple[TransportKind, ...] = (CUDA_IPC, SHM, NIXL)
 
 
-def make_transports(pool: Pool, epoch: Epoch, config: TransferConfig) -> list[Transport]:
+def make_transports(
+    pool: Pool, epoch: Epoch, config: TransferConfig
+) -> list[Transport]:
     """Return the transports of one rank. Raises `ConfigError` if `config.transport` cannot work.
 
     `auto` adds one that goes far only where a peer may need it (`_may_go_far`). Each transport that
@@ -36,7 +38,9 @@ def make_transports(pool: Pool, epoch: Epoch, config: TransferConfig) -> list[Tr
     """
     is_on_gpu = isinstance(pool, DevicePool)
     is_forced = config.transport != "auto"
-    kinds = [kind for kind in TRANSPORTS if not is_forced or kind.name == config.transport]
+    kinds = [
+        kind for kind in TRANSPORTS if not is_forced or kind.name == config.transport
+    ]
     transports: list[Transport] = []
     for index, kind in enumerate(kinds):
         can_lend = isinstance(pool, kind.lends)
@@ -44,7 +48,11 @@ def make_transports(pool: Pool, epoch: Epoch, config: TransferConfig) -> list[Tr
             memory = "GPUs" if is_on_gpu else "CPUs"
             text = f"{kind.name} cannot read the memory of {memory}; set transfer.transport to auto"
             raise ConfigError(text)
-        is_idle = kind.goes_far and not is_forced and not _may_go_far(pool, config, transports)
+        is_idle = (
+            kind.goes_far
+            and not is_forced
+            and not _may_go_far(pool, config, transports)
+        )
         if is_idle or not can_lend or not (is_forced or kind.is_installed()):
             continue
         try:
@@ -76,11 +84,16 @@ def reaches_of(ranks: Sequence[RankAddress], config: TransferConfig) -> tuple[st
         return ()
     if not reaches:  # a text that no other node has
         return (f"nothing@{os.urandom(8).hex()}",)
-    return tuple(sorted(f"{name}@{place}" if place else name for name, place in reaches.items()))
+    return tuple(
+        sorted(f"{name}@{place}" if place else name for name, place in reaches.items())
+    )
 
 
 def choose_transport(
-    source: RankAddress, target: RankAddress, forced: TransportChoice, failed: Collection[str] = ()
+    source: RankAddress,
+    target: RankAddress,
+    forced: TransportChoice,
+    failed: Collection[str] = (),
 ) -> str:
     """Return the transport by which `target` reads `source`. Raises `TransferError` if none works.
 

@@ -75,7 +75,9 @@ class ShmAddress(Address, frozen=True):
 
     def shares_host(self, other: "ShmAddress") -> bool:
         """Return whether both name one host. The nonce in the reader's mapping then proves it."""
-        is_one_network = "" in (self.network, other.network) or self.network == other.network
+        is_one_network = (
+            "" in (self.network, other.network) or self.network == other.network
+        )
         return self.host == other.host and is_one_network
 
 
@@ -92,4 +94,6 @@ def here() -> str:
 
 def process_space() -> str:
     """Return the namespaces of processes and of shared memory; CUDA's handles need both."""
-    return "/".join(str(os.stat(f"/proc/self/ns/{name}").st_ino) for name in ("pid", "ipc"))
+    return "/".join(
+        str(os.stat(f"/proc/self/ns/{name}").st_ino) for name in ("pid", "ipc")
+    )

@@ -73,7 +73,10 @@ class CudaIpcTransport:
         slices = SliceMap(theirs, ours, command.part)
         self.remove_peer(peer)
         self._links.add(
-            peer, where.table.socket, where.table.nonce, PoolShape(command.num_blocks, 0)
+            peer,
+            where.table.socket,
+            where.table.nonce,
+            PoolShape(command.num_blocks, 0),
         )
         self._peers[peer] = _OpenPeer(where.handle, slices)
 
@@ -99,7 +102,9 @@ class CudaIpcTransport:
         if table is None or found.pool is None:
             raise TransferError("the pool is not open yet")
         read = found.slices.read(command)
-        has_ended = found.pool.copy(read.remote, read.local, found.slices.part.num_bytes)
+        has_ended = found.pool.copy(
+            read.remote, read.local, found.slices.part.num_bytes
+        )
         self._next_handle += 1
         self._flights[self._next_handle] = _Copy(command.peer, found, has_ended, read)
         found.in_flight.add(self._next_handle)
@@ -204,7 +209,9 @@ class CudaIpcAddress(Address, frozen=True):
 
     def can_be_read_by(self, reader: "CudaIpcAddress") -> bool:
         """Return whether both are on one host and share handles, and the reader sees the GPU."""
-        is_near = self.table.shares_host(reader.table) and self.processes == reader.processes
+        is_near = (
+            self.table.shares_host(reader.table) and self.processes == reader.processes
+        )
         return is_near and self.gpu in reader.visible
 
 

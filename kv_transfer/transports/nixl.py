@@ -40,8 +40,10 @@ NAME = "nixl"
 DIGEST_BYTES = 16
 MAX_ADDRESS_BYTES = 1 << 20
 MAX_PARKED = 8
-WARM_UP_S = 600.0  # after this time, a warm-up that has not ended is given up with its connection
-PROGRESS_S = 0.001  # a peer's read ends only while the UCX of the pool's owner makes progress
+# After this time, a warm-up that has not ended is given up with its connection.
+WARM_UP_S = 600.0
+# A peer's read ends only while the UCX of the pool's owner makes progress.
+PROGRESS_S = 0.001
 WITHOUT_CUDA = (
     "; its UCX cannot use this GPU: install the wheel for this driver's CUDA (nixl-cu13 or "
     "nixl-cu12), or leave transfer.transport at auto, which serves the GPUs of one host without it"
@@ -83,12 +85,15 @@ class NixlTransport:
         self._agent, self._errors = make_agent(
             self._agent_name, network_device, is_on_gpu=is_on_gpu, has_thread=has_thread
         )
-        self._scratch = np.zeros(WARM_UP_BYTES, np.uint8)  # where warm-ups of CPU pools land
+        # Where warm-ups of CPU pools land.
+        self._scratch = np.zeros(WARM_UP_BYTES, np.uint8)
         try:
             self._sink = self._register()
         except self._errors.at_start as error:
             hint = WITHOUT_CUDA if is_on_gpu else ""
-            raise ConfigError(f"nixl cannot register the pool: {error}{hint}") from error
+            raise ConfigError(
+                f"nixl cannot register the pool: {error}{hint}"
+            ) from error
         # The local side of reads: the prepared slices of all our blocks, by offset and length.
         self._targets: dict[tuple[int, int], Releasable] = {}
         self._peers: dict[PeerRank, _PreparedPeer] = {}
@@ -146,7 +151,9 @@ class NixlTransport:
         shapes = SliceMap(PoolShape(where.num_blocks, where.block_bytes), ours, part)
         self.remove_peer(peer)
         same = (where, shapes)
-        busy = next((one for one in self._leaving if (one.where, one.shapes) == same), None)
+        busy = next(
+            (one for one in self._leaving if (one.where, one.shapes) == same), None
+        )
         if busy is not None:
             self._leaving.remove(busy)
             self._peers[peer] = busy
@@ -175,10 +182,14 @@ class NixlTransport:
             kind, device = segment(where.device)
             rows = block_rows(memory, part.remote_offset, part.num_bytes)
             slices = self._agent.prep_xfer_dlist(added, rows, kind)
-            first = one_row(where.pool_address, warm_up_bytes(where.block_bytes), device)
+            first = one_row(
+                where.pool_address, warm_up_bytes(where.block_bytes), device
+            )
             source = self._agent.prep_xfer_dlist(added, first, kind)
             zero = np.zeros(1, np.int32)
-            handle = self._agent.make_prepped_xfer("READ", self._sink, zero, source, zero)
+            handle = self._agent.make_prepped_xfer(
+                "READ", self._sink, zero, source, zero
+            )
             peer = _PreparedPeer(where, shapes, slices, self._target(part), source)
             peer.warm_up = _Flight(handle, peer, self._agent.transfer(handle))
             undo.pop_all()
@@ -209,11 +220,14 @@ class NixlTransport:
     def read(self, command: Read) -> int:
         found = self._peer(command.peer)
         read = found.shapes.read(command)
-        order = np.argsort(read.into, kind="stable")  # NIXL merges neighbours into one request
+        # NIXL merges neighbours into one request.
+        order = np.argsort(read.into, kind="stable")
         into = read.into[order].astype(np.int32)
         out_of = read.blocks[order].astype(np.int32)
         try:
-            handle = self._agent.make_prepped_xfer("READ", found.target, into, found.slices, out_of)
+            handle = self._agent.make_prepped_xfer(
+                "READ", found.target, into, found.slices, out_of
+            )
         except self._errors.all as error:
             raise self._failed(found, error) from error
         try:
@@ -252,7 +266,8 @@ class NixlTransport:
 
     def service(self) -> list[PeerRank]:
         if self.progress_s is not None:
-            with contextlib.suppress(*self._errors.all):  # the read itself reports a dead peer
+            # The read itself reports a dead peer.
+            with contextlib.suppress(*self._errors.all):
                 self._agent.get_new_notifs()
         self._forget_drained()
         gone = self._gone

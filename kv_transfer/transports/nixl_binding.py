@@ -17,7 +17,8 @@ from baton.kv_transfer.interfaces import PoolMemory
 from baton.protocol.errors import ConfigError, TransferError
 
 WHEELS = ("nixl_cu13", "nixl_cu12")
-PROGRESS_DELAY_US = 1000  # NIXL's wrapper sets 0, which makes the progress thread occupy a core
+# NIXL's wrapper sets 0, which makes the progress thread occupy a core.
+PROGRESS_DELAY_US = 1000
 
 
 class Releasable(Protocol):
@@ -58,7 +59,9 @@ class NixlErrors:
     def __init__(self, api: ModuleType) -> None:
         found = vars(api.nixlBind).items()
         self.all: tuple[type[Exception], ...] = tuple(
-            kind for name, kind in found if name.startswith("nixl") and name.endswith("Error")
+            kind
+            for name, kind in found
+            if name.startswith("nixl") and name.endswith("Error")
         )
         self.at_start: tuple[type[Exception], ...] = (*self.all, RuntimeError)
         self.disconnected: type[Exception] = api.nixlBind.nixlRemoteDisconnectError
@@ -118,7 +121,9 @@ def _unspun(api: ModuleType) -> Iterator[None]:
 
     class Config(original):  # type: ignore[misc, valid-type]
         def __setattr__(self, name: str, value: object) -> None:
-            super().__setattr__(name, PROGRESS_DELAY_US if name == "pthrDelay" else value)
+            super().__setattr__(
+                name, PROGRESS_DELAY_US if name == "pthrDelay" else value
+            )
 
     api.nixlBind.nixlAgentConfig = Config
     try:
@@ -150,7 +155,9 @@ def warm_up_bytes(block_bytes: int) -> int:
 def block_rows(memory: PoolMemory, offset: int, num_bytes: int) -> NDArray[np.uint64]:
     """Return a descriptor (address, length, device) for a range of each block: [num_blocks, 3]."""
     rows = np.empty((memory.num_blocks, 3), np.uint64)
-    offsets = np.arange(memory.num_blocks, dtype=np.uint64) * np.uint64(memory.block_bytes)
+    offsets = np.arange(memory.num_blocks, dtype=np.uint64) * np.uint64(
+        memory.block_bytes
+    )
     rows[:, 0] = offsets + np.uint64(memory.address + offset)
     rows[:, 1] = num_bytes
     rows[:, 2] = segment(memory.device)[1]

@@ -203,7 +203,9 @@ class OwnerLinks:
             link.send(nonce)
         except (OSError, ValueError) as error:
             link.close()
-            raise TransferError(f"cannot reach the owner of the pool: {error}") from error
+            raise TransferError(
+                f"cannot reach the owner of the pool: {error}"
+            ) from error
         self._peers[peer] = _LinkedPeer(link, nonce, shape)
         self._links[link.fileno()] = peer
         self._poller.register(link, select.EPOLLIN)
@@ -294,7 +296,9 @@ class Mapping:
         try:
             seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
             if os.fstat(descriptor).st_size != shape.file_bytes:
-                raise TransferError("the size of the pool differs from the announced size")
+                raise TransferError(
+                    "the size of the pool differs from the announced size"
+                )
             # Without the seal, the file could shrink, which would cause SIGBUS in the middle of a
             # copy.
             if not seals & fcntl.F_SEAL_SHRINK:
@@ -312,12 +316,16 @@ class Mapping:
             self.file, np.uint32, shape.num_blocks, shape.generations_offset
         )
 
-    def check_generations(self, blocks: NDArray[np.int64], expected: NDArray[np.int64]) -> None:
+    def check_generations(
+        self, blocks: NDArray[np.int64], expected: NDArray[np.int64]
+    ) -> None:
         """Raise `TransferError` if one of these blocks has another generation than expected."""
         changed = self._generations[blocks] != expected
         if changed.any():
             block = int(blocks[changed.argmax()])
-            raise TransferError(f"block {block} of the peer has a new owner", code="stale_block")
+            raise TransferError(
+                f"block {block} of the peer has a new owner", code="stale_block"
+            )
 
     def close(self) -> None:
         del self._generations  # an array's view would keep the file open
@@ -359,7 +367,8 @@ class PoolExporter:
         elif descriptor in self._unproven:
             self._prove(descriptor)
         elif descriptor in self._readers:
-            self._drop(descriptor)  # a reader sends nothing more, so it has disconnected
+            # A reader sends nothing more, so it has disconnected.
+            self._drop(descriptor)
 
     def close(self) -> None:
         for descriptor in [*self._unproven, *self._readers]:
@@ -372,7 +381,8 @@ class PoolExporter:
                 reader, _ = self._listener.accept()
             except BlockingIOError:
                 return
-            except OSError:  # no descriptor is left, so a connection that proved nothing makes room
+            # No descriptor is left, so a connection that proved nothing makes room.
+            except OSError:
                 if not self._unproven:
                     time.sleep(PAUSE_S)
                     return
@@ -386,7 +396,8 @@ class PoolExporter:
             self._unproven[reader.fileno()] = reader
             reader.setblocking(False)
             self._poller.register(reader, select.EPOLLIN)
-            self._prove(reader.fileno())  # the nonce has usually arrived with the connection
+            # The nonce has usually arrived with the connection.
+            self._prove(reader.fileno())
 
     def _prove(self, descriptor: int) -> None:
         """Pass on the pool for the right nonce, and close the connection for anything else."""
@@ -417,7 +428,8 @@ def is_trusted(link: socket.socket) -> bool:
 
 def unix_socket() -> socket.socket:
     return socket.socket(
-        socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+        socket.AF_UNIX,
+        socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC,
     )
 
 

@@ -30,7 +30,9 @@ def keeps_bits(product: Product, weight: Tensor) -> bool:
     rows = rows.to(weight.device, weight.dtype)
     whole = product(rows, weight)
     return all(
-        _equal_bits(product(rows[first : first + count], weight), whole[first : first + count])
+        _equal_bits(
+            product(rows[first : first + count], weight), whole[first : first + count]
+        )
         for count in COUNTS
         for first in (0, LARGEST // 2 - 3)
     )
@@ -48,7 +50,11 @@ class OrderedLinears:
     """The layers of one rank. Progress is shown as a part of at most `num_kinds` kinds."""
 
     def __init__(
-        self, ordered: Product, num_kinds: int, progress: Progress, library: Product = F.linear
+        self,
+        ordered: Product,
+        num_kinds: int,
+        progress: Progress,
+        library: Product = F.linear,
     ) -> None:
         """Take the product with one order and the library's product."""
         self._ordered = ordered
@@ -57,7 +63,9 @@ class OrderedLinears:
         self._progress = progress
         self._found: dict[tuple[torch.Size, torch.dtype], Product] = {}
 
-    def make(self, weight: Tensor, bias: Tensor | None = None, _: int | None = None) -> Linear:
+    def make(
+        self, weight: Tensor, bias: Tensor | None = None, _: int | None = None
+    ) -> Linear:
         """Return a layer that keeps `weight`, and gives a row the same bits in every batch."""
         kind = weight.shape, weight.dtype
         if kind not in self._found:
@@ -65,5 +73,7 @@ class OrderedLinears:
             keeps = keeps_bits(self._library, weight)
             self._found[kind] = self._library if keeps else self._ordered
             shape = f"{weight.shape[0]}x{weight.shape[1]}"
-            log.info("a linear layer was examined", shape=shape, library_keeps_bits=keeps)
+            log.info(
+                "a linear layer was examined", shape=shape, library_keeps_bits=keeps
+            )
         return Linear(weight, bias, ordered=self._found[kind])

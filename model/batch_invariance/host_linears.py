@@ -81,10 +81,16 @@ class HostLinears:
         `max_rows` says that the layer seldom gets more rows at once.
         """
         outputs, inputs = weight.shape
-        if self._compiled is not None and inputs % 2 == 0 and weight.dtype == torch.bfloat16:
+        if (
+            self._compiled is not None
+            and inputs % 2 == 0
+            and weight.dtype == torch.bfloat16
+        ):
             layer = self._compiled.layer(weight, bias)
             return Linear(layer.panels, None, ordered=layer, trial=self._trial)
-        kind = WeightKind(outputs, inputs, weight.dtype, bias is not None, max_rows or TILES[-1])
+        kind = WeightKind(
+            outputs, inputs, weight.dtype, bias is not None, max_rows or TILES[-1]
+        )
         if kind not in self._found:
             self._progress("row rules", len(self._found), self._num_kinds)
             self._found[kind] = find(kind, self._thread_counts)
@@ -94,7 +100,9 @@ class HostLinears:
         assert form is not None, "a weight of this kind was packed before"
         return Linear(form, bias, rule)
 
-    def of_bytes(self, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Linear | None:
+    def of_bytes(
+        self, weight: Tensor, scales: Tensor, bias: Tensor | None
+    ) -> Linear | None:
         """Return a layer of int8 weights that rounds its inputs to int8; None if none can be made.
 
         `weight` is `[outputs, inputs]`, and `scales` has an fp32 number for each output.
@@ -130,7 +138,9 @@ class HostLinears:
             last = weight if biases is None else None
         return self._grouped(tuple(layers))
 
-    def with_layer(self, grouped: GroupedLinear, number: int, weight: Tensor) -> HostExperts:
+    def with_layer(
+        self, grouped: GroupedLinear, number: int, weight: Tensor
+    ) -> HostExperts:
         """Return a group with another layer of the same shape. Any thread may call this."""
         assert isinstance(grouped, HostExperts), "they were made here"
         before = grouped.layers[:number]
@@ -138,7 +148,9 @@ class HostLinears:
         return self._grouped((*before, self.make(weight), *after))
 
     def _grouped(self, layers: tuple[Linear, ...]) -> HostExperts:
-        packs = [layer.ordered for layer in layers if isinstance(layer.ordered, CpuLinear)]
+        packs = [
+            layer.ordered for layer in layers if isinstance(layer.ordered, CpuLinear)
+        ]
         if self._compiled is None or len({layer.kind for layer in packs}) != 1:
             return HostExperts(layers)
         return HostExperts(layers, partial(self._compiled.multiply_groups, packs))
@@ -160,14 +172,24 @@ def trial_of(compiled: CpuLinears) -> bytes:
     return hashlib.blake2b(bits.numpy().tobytes(), digest_size=16).digest()
 
 
-def find(kind: WeightKind, thread_counts: Sequence[int] = (), *, may_pack: bool = True) -> Found:
+def find(
+    kind: WeightKind, thread_counts: Sequence[int] = (), *, may_pack: bool = True
+) -> Found:
     """Return packed layers if they have a rule, else plain ones if they have, else the fastest."""
     weight = trial_weight(kind.outputs, kind.inputs, kind.dtype)
     bias = trial_bias(kind.outputs, kind.dtype) if kind.has_bias else None
     rows = trial_rows(kind.inputs, kind.dtype)
-    forms = [form for form in (packed(weight) if may_pack else None, weight) if form is not None]
+    forms = [
+        form
+        for form in (packed(weight) if may_pack else None, weight)
+        if form is not None
+    ]
     tiles = tiles_for(
-        kind.outputs, kind.inputs, kind.max_rows, len(rows), is_slow=not forms[0].is_mkldnn
+        kind.outputs,
+        kind.inputs,
+        kind.max_rows,
+        len(rows),
+        is_slow=not forms[0].is_mkldnn,
     )
     for form in forms:
         rule = find_rule(Linear(form, bias).product, rows, tiles, thread_counts)
@@ -179,10 +201,13 @@ def find(kind: WeightKind, thread_counts: Sequence[int] = (), *, may_pack: bool 
 def _warn(kind: WeightKind, rule: RowRule | None) -> None:
     shape = f"{kind.outputs}x{kind.inputs}"
     if rule is None:
-        log.warning("the bits of a row in a linear layer depend on the other rows", shape=shape)
+        log.warning(
+            "the bits of a row in a linear layer depend on the other rows", shape=shape
+        )
     elif rule.is_single_threaded:
         log.warning(
-            "a linear layer keeps its bits only with one thread, so it uses one", shape=shape
+            "a linear layer keeps its bits only with one thread, so it uses one",
+            shape=shape,
         )
 
 
@@ -195,7 +220,9 @@ BIAS_EXPONENTS = (-17, -14)
 
 
 def trial_weight(outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
-    numbers = _numbers((min(outputs, DISTINCT_OUTPUTS), inputs // 2), dtype, EXPONENTS, seed=1)
+    numbers = _numbers(
+        (min(outputs, DISTINCT_OUTPUTS), inputs // 2), dtype, EXPONENTS, seed=1
+    )
     some = _in_pairs(numbers, numbers, inputs).to(dtype)
     return some.repeat(-(-outputs // len(some)), 1)[:outputs].contiguous()
 
@@ -206,7 +233,9 @@ def trial_rows(inputs: int, dtype: torch.dtype) -> Tensor:  # [NUM_ROWS, inputs]
 
 
 def trial_bias(outputs: int, dtype: torch.dtype) -> Tensor:
-    return torch.from_numpy(_numbers((1, outputs), dtype, BIAS_EXPONENTS, seed=3)[0]).to(dtype)
+    return torch.from_numpy(
+        _numbers((1, outputs), dtype, BIAS_EXPONENTS, seed=3)[0]
+    ).to(dtype)
 
 
 def _numbers(
@@ -221,7 +250,9 @@ def _numbers(
     return np.ldexp(mantissas.astype(np.float32), powers.astype(np.int32))
 
 
-def _in_pairs(ones: NDArray[np.float32], others: NDArray[np.float32], inputs: int) -> Tensor:
+def _in_pairs(
+    ones: NDArray[np.float32], others: NDArray[np.float32], inputs: int
+) -> Tensor:
     """Return both halves with columns in a random order; the last of an odd number is zero."""
     odd = np.zeros((len(ones), inputs % 2), dtype=np.float32)
     order = np.random.Generator(np.random.PCG64(inputs)).permutation(inputs)

@@ -56,7 +56,9 @@ class Trial:
 class RowRule:
     """Tiles that give equal bits, and how to cut rows into them."""
 
-    def __init__(self, trials: Sequence[Trial], *, is_single_threaded: bool = False) -> None:
+    def __init__(
+        self, trials: Sequence[Trial], *, is_single_threaded: bool = False
+    ) -> None:
         self.tiles = tuple(trial.tile for trial in trials)
         self.digest = trials[0].digest
         self.is_single_threaded = is_single_threaded
@@ -91,7 +93,10 @@ class RowRule:
 
 
 def find_rule(
-    product: RowProduct, pool: Tensor, tiles: Sequence[int], thread_counts: Sequence[int] = ()
+    product: RowProduct,
+    pool: Tensor,
+    tiles: Sequence[int],
+    thread_counts: Sequence[int] = (),
 ) -> RowRule | None:
     """Return the rule for `product`, tried with the rows of `pool`; None if there is none.
 
@@ -133,7 +138,9 @@ def plan_pieces(tiles: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     best: list[tuple[int, tuple[int, ...]]] = [(0, ())]
     for num_rows in range(1, max(tiles) + 1):
         rests = [(tile, *best[max(0, num_rows - tile)]) for tile in tiles]
-        best.append(min((tile + START_ROWS + cost, (tile, *rest)) for tile, cost, rest in rests))
+        best.append(
+            min((tile + START_ROWS + cost, (tile, *rest)) for tile, cost, rest in rests)
+        )
     return tuple(tuple(sorted(pieces, reverse=True)) for _, pieces in best)
 
 
@@ -166,7 +173,9 @@ def _num_products(tile: int, pool_size: int, passes: int) -> int:
 def _try_tiles(
     product: RowProduct, pool: Tensor, tiles: Sequence[int], passes: int
 ) -> tuple[Trial, ...]:
-    trials = (_try_tile(product, pool, arrangement(len(pool), tile, passes)) for tile in tiles)
+    trials = (
+        _try_tile(product, pool, arrangement(len(pool), tile, passes)) for tile in tiles
+    )
     return tuple(trial for trial in trials if trial is not None)
 
 
@@ -199,7 +208,11 @@ def _best_class(trials: Sequence[Trial]) -> list[Trial]:
     for trial in trials:
         classes.setdefault(trial.digest, []).append(trial)
     proven = [each for each in classes.values() if each[0].tile <= SMALL_TILE]
-    return min(proven, key=lambda each: _modelled_cost([trial.tile for trial in each]), default=[])
+    return min(
+        proven,
+        key=lambda each: _modelled_cost([trial.tile for trial in each]),
+        default=[],
+    )
 
 
 def _modelled_cost(tiles: Sequence[int]) -> float:
@@ -214,7 +227,8 @@ def _modelled_cost(tiles: Sequence[int]) -> float:
     return total
 
 
-RowWork = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # two of [num_rows, ...] to the same
+# Two of [num_rows, ...] to the same.
+RowWork = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 ByRows = Callable[[RowWork, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 # Each thread reads all weights, so it needs rows for which that pays.
@@ -231,7 +245,9 @@ class RowThreads:
     def __init__(self) -> None:
         self._threads = CpuThreads()
 
-    def __call__(self, work: RowWork, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, work: RowWork, x: Tensor, residual: Tensor
+    ) -> tuple[Tensor, Tensor]:
         num_rows = len(x)
         count = torch.get_num_threads()
         if count == 1 or num_rows < count * MIN_ROWS:

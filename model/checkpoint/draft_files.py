@@ -21,7 +21,8 @@ from baton.protocol.errors import ConfigError
 
 METHOD = "engine.speculative_method"
 MODEL = "engine.speculative_model"
-TARGETS = "d2t"  # the tensor that says how far the ids of a draft are from those of the model
+# The tensor that says how far the ids of a draft are from those of the model.
+TARGETS = "d2t"
 
 _Layer = Annotated[int, Meta(ge=0)]
 
@@ -40,7 +41,9 @@ class _RawEagle(msgspec.Struct):
     eagle_config: _RawTaps | None = None
 
 
-def check_drafts(folder: Path, config: DecoderConfig | None, engine: EngineConfig) -> None:
+def check_drafts(
+    folder: Path, config: DecoderConfig | None, engine: EngineConfig
+) -> None:
     """Raise `ConfigError` if the settings ask for drafts that a model cannot have.
 
     `config` is None for a model that runs in transformers' code.
@@ -51,13 +54,17 @@ def check_drafts(folder: Path, config: DecoderConfig | None, engine: EngineConfi
         raise ConfigError(f"{METHOD}: transformers' code drafts no tokens; use ngram")
 
 
-def with_draft_head(folder: Path, config: DecoderConfig, engine: EngineConfig) -> DecoderConfig:
+def with_draft_head(
+    folder: Path, config: DecoderConfig, engine: EngineConfig
+) -> DecoderConfig:
     """Return the decoder with what drafts tokens, if the settings ask for it."""
     if not engine.has_draft_head:
         return config
     if engine.speculative_method == "eagle3":
         if not engine.speculative_model:
-            raise ConfigError(f"{MODEL}: name the folder of an EAGLE-3 draft (--speculative-model)")
+            raise ConfigError(
+                f"{MODEL}: name the folder of an EAGLE-3 draft (--speculative-model)"
+            )
         eagle = _eagle(Path(engine.speculative_model), config)
         return msgspec.structs.replace(config, eagle=eagle)
     family = BY_MODEL_TYPE[config.family]
@@ -80,7 +87,9 @@ def with_draft_head(folder: Path, config: DecoderConfig, engine: EngineConfig) -
 def _eagle(folder: Path, model: DecoderConfig) -> EagleConfig:
     file = folder / "config.json"
     if not file.is_file():
-        raise ConfigError(f"{MODEL}: {folder} is not a folder with a config.json of a draft")
+        raise ConfigError(
+            f"{MODEL}: {folder} is not a folder with a config.json of a draft"
+        )
     fields = read_fields(file)
     raw = converted(file, fields, _RawEagle)
     has_embedding = EMBEDDING in (stored := stored_tensors(folder))
@@ -100,7 +109,9 @@ def _eagle(folder: Path, model: DecoderConfig) -> EagleConfig:
     for name, shape in eagle_tensors(eagle).shapes():
         there = stored.get(name)
         if there is None:
-            raise ConfigError(f"{MODEL}: {folder} has no tensor {name.removeprefix(prefix)}")
+            raise ConfigError(
+                f"{MODEL}: {folder} has no tensor {name.removeprefix(prefix)}"
+            )
         if there.entry.shape != shape:
             raise ConfigError(
                 f"{there.file}: {name} has the shape {list(there.entry.shape)}, but config.json "
@@ -117,18 +128,25 @@ def _taps(raw: _RawEagle, num_layers: int) -> tuple[int, ...]:
     return (2, num_layers // 2, num_layers - 3) if named is None else named
 
 
-def _check_fit(file: Path, raw: _RawEagle, eagle: EagleConfig, model: DecoderConfig) -> None:
+def _check_fit(
+    file: Path, raw: _RawEagle, eagle: EagleConfig, model: DecoderConfig
+) -> None:
     own = eagle.decoder
     sizes = ("hidden_size", "num_heads", "num_kv_heads", "head_dim")
     different = [name for name in sizes if getattr(own, name) != getattr(model, name)]
     has_targets = f"{eagle.prefix}{TARGETS}" in stored_tensors(file.parent)
     refusals = (
         (
-            model.latent is not None or model.state is not None or model.kinds is not None,
+            model.latent is not None
+            or model.state is not None
+            or model.kinds is not None,
             f"no draft can share the blocks of {BY_MODEL_TYPE[model.family].title}",
         ),
         (bool(different), f"{', '.join(different)} must be those of the model"),
-        (raw.vocab_size != model.vocab_size, f"the model has {model.vocab_size} tokens"),
+        (
+            raw.vocab_size != model.vocab_size,
+            f"the model has {model.vocab_size} tokens",
+        ),
         (raw.num_hidden_layers != 1, "a draft with one layer is needed"),
         (own.quantization is not None, "a draft that is not quantized is needed"),
         (

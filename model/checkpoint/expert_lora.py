@@ -15,7 +15,9 @@ from baton.protocol.errors import ConfigError
 
 GATE_UP = "gate_up_proj"
 DOWN = "down_proj"
-_TENSOR = re.compile(r"base_model\.model\.([\w.]+\.experts(?:\.base_layer)*)\.lora_[AB]\.weight")
+_TENSOR = re.compile(
+    r"base_model\.model\.([\w.]+\.experts(?:\.base_layer)*)\.lora_[AB]\.weight"
+)
 _LAYER = re.compile(r"model\.layers\.(\d+)\..*")
 # Before, PEFT took the first dimension after the experts for the inputs, whatever it was.
 _FIRST_VERSION = (0, 21)
@@ -57,10 +59,17 @@ def expert_layers(
                 f"{where}: PEFT {version or 'of an unknown version'} may have swapped inputs and "
                 "outputs of experts: save the adapter with PEFT 0.21 or later"
             )
-        pair = [stored.get(f"base_model.model.{own}.lora_{letter}.weight") for letter in "AB"]
-        found = _layers_of(experts, own, rank, [entry.shape if entry else () for entry in pair])
+        pair = [
+            stored.get(f"base_model.model.{own}.lora_{letter}.weight")
+            for letter in "AB"
+        ]
+        found = _layers_of(
+            experts, own, rank, [entry.shape if entry else () for entry in pair]
+        )
         if not found:
-            shapes = " and ".join(str(list(entry.shape)) if entry else "none" for entry in pair)
+            shapes = " and ".join(
+                str(list(entry.shape)) if entry else "none" for entry in pair
+            )
             raise ConfigError(
                 f"{where}: the matrices of {own} have the shapes {shapes}, but r and "
                 "the model imply others"

@@ -14,7 +14,11 @@ from typing import Annotated, NamedTuple, TypeVar
 import msgspec
 from msgspec import Meta
 
-from baton.model.checkpoint.expert_lora import ExpertPart, check_parameters, expert_layers
+from baton.model.checkpoint.expert_lora import (
+    ExpertPart,
+    check_parameters,
+    expert_layers,
+)
 from baton.model.checkpoint.tensors import EMBEDDING, HEAD, decoder_tensors
 from baton.model.checkpoint.weight_files import TensorEntry, tensors_of, text_name
 from baton.model.config.decoder_config import DecoderConfig
@@ -128,12 +132,16 @@ def folders_of(modules: Sequence[str]) -> dict[str, Path]:
         if not equals or not folder or not _NAME.fullmatch(name):
             raise ConfigError(f"model.lora_modules: write {module!r} as name=folder")
         if name in found:
-            raise ConfigError(f"model.lora_modules: two adapters have the name {name!r}")
+            raise ConfigError(
+                f"model.lora_modules: two adapters have the name {name!r}"
+            )
         found[name] = Path(folder).expanduser().absolute()
     return found
 
 
-def read_adapters(modules: Sequence[str], config: DecoderConfig | None) -> tuple[Adapter, ...]:
+def read_adapters(
+    modules: Sequence[str], config: DecoderConfig | None
+) -> tuple[Adapter, ...]:
     """Return the adapters in the order of the settings. Raises a one-line `ConfigError`.
 
     There is no `config` where transformers' code computes the model, which takes none.
@@ -141,13 +149,17 @@ def read_adapters(modules: Sequence[str], config: DecoderConfig | None) -> tuple
     folders = folders_of(modules)
     if folders:
         check_takes_adapters(config, "model.lora_modules")
-    return tuple(read_adapter(name, folder, config) for name, folder in folders.items() if config)
+    return tuple(
+        read_adapter(name, folder, config) for name, folder in folders.items() if config
+    )
 
 
 def check_takes_adapters(config: DecoderConfig | None, setting: str) -> None:
     """Raise `ConfigError` for a model that is computed without adapters."""
     if config is None:
-        raise ConfigError(f"{setting}: transformers' code computes this model, without any")
+        raise ConfigError(
+            f"{setting}: transformers' code computes this model, without any"
+        )
     if config.latent is not None:
         raise ConfigError(f"{setting}: latent attention is computed without adapters")
 
@@ -172,7 +184,9 @@ def read_adapter(name: str, folder: Path, config: DecoderConfig) -> Adapter:
     fields = read_json(file, dict[str, object])
     given = read_json(file, _Config)
     if given.peft_type.upper() != "LORA":
-        raise ConfigError(f"{where}: peft_type {given.peft_type} is not supported, only LORA")
+        raise ConfigError(
+            f"{where}: peft_type {given.peft_type} is not supported, only LORA"
+        )
     if given.bias != "none":
         raise ConfigError(f"{where}: bias {given.bias!r} is not supported")
     if given.init_lora_weights not in _INITS:
@@ -193,7 +207,9 @@ def read_adapter(name: str, folder: Path, config: DecoderConfig) -> Adapter:
     layers, replaced = _tensors_of(where, folder, given, config)
     _check_targets(where, given.target_modules, layers)
     if replaced and given.ensure_weight_tying and config.tie_word_embeddings:
-        raise ConfigError(f"{where}: ensure_weight_tying is not supported with modules_to_save")
+        raise ConfigError(
+            f"{where}: ensure_weight_tying is not supported with modules_to_save"
+        )
     return Adapter(name, folder, layers, replaced)
 
 
@@ -210,16 +226,24 @@ def _tensors_of(
 ) -> tuple[dict[str, AdaptedLayer], dict[str, str]]:
     """Return `layers` and `replaced`. Raises `ConfigError` unless all tensors fit the model."""
     if not (folder / WEIGHTS_FILE).is_file():
-        raise ConfigError(f"{where} has no {WEIGHTS_FILE}: baton reads weights from safetensors")
+        raise ConfigError(
+            f"{where} has no {WEIGHTS_FILE}: baton reads weights from safetensors"
+        )
     tensors = decoder_tensors(config)
     stored = tensors_of(folder / WEIGHTS_FILE)
     for tensor, entry in stored.items():
         if entry.dtype not in ("F32", "F16", "BF16"):
-            raise ConfigError(f"{where}: {tensor} is {entry.dtype}, which is not supported")
-    of_experts = expert_layers(where, stored, tensors, given.r, given.peft_version or "")
+            raise ConfigError(
+                f"{where}: {tensor} is {entry.dtype}, which is not supported"
+            )
+    of_experts = expert_layers(
+        where, stored, tensors, given.r, given.peft_version or ""
+    )
     check_parameters(where, given.target_parameters or [], of_experts)
     if of_experts and (given.rank_pattern or given.alpha_pattern):
-        raise ConfigError(f"{where}: target_parameters are not supported beside patterns of layers")
+        raise ConfigError(
+            f"{where}: target_parameters are not supported beside patterns of layers"
+        )
     replaced = _replaced(where, given.modules_to_save or [], stored)
     _check_replaced(where, replaced, stored, config)
     names = {layer.name for layer in of_experts.values()}
@@ -254,7 +278,9 @@ def _layers_of(
         layer = text_name(own)
         shape = shapes.get(f"{layer}.weight")
         if match is None or shape is None or layer.rpartition(".")[2] not in MODULES:
-            raise ConfigError(f"{where}: the model has no linear layer for tensor {tensor}")
+            raise ConfigError(
+                f"{where}: the model has no linear layer for tensor {tensor}"
+            )
         outputs, inputs = shape
         rank = given.rank_of(own)
         wanted = (rank, inputs) if match[2] == "A" else (outputs, rank)
@@ -284,14 +310,18 @@ def _check_replaced(
     wanted = config.vocab_size, config.hidden_size
     for tensor in replaced.values():
         if config.head != "tokens":
-            raise ConfigError(f"{where}: the model makes no tokens, for which {tensor} is")
+            raise ConfigError(
+                f"{where}: the model makes no tokens, for which {tensor} is"
+            )
         if (shape := stored[tensor].shape) != wanted:
             raise ConfigError(
                 f"{where}: {tensor} has the shape {list(shape)}, but the model's is {list(wanted)}"
             )
 
 
-def _replaced(where: str, modules: Sequence[str], tensors: Iterable[str]) -> dict[str, str]:
+def _replaced(
+    where: str, modules: Sequence[str], tensors: Iterable[str]
+) -> dict[str, str]:
     """Return `Adapter.replaced`. Raises `ConfigError` for modules other than these two."""
     replaced: dict[str, str] = {}
     for tensor in tensors:
@@ -303,7 +333,9 @@ def _replaced(where: str, modules: Sequence[str], tensors: Iterable[str]) -> dic
     found = {known[name] for name in replaced}
     named = {module.rpartition(".")[2] for module in modules}
     if odd := sorted(named - set(known.values())):
-        raise ConfigError(f"{where}: modules_to_save names {odd[0]}, which is not supported")
+        raise ConfigError(
+            f"{where}: modules_to_save names {odd[0]}, which is not supported"
+        )
     if odd := sorted(found ^ named):
         raise ConfigError(
             f"{where}: of {odd[0]}, it has only the tensor or the name in modules_to_save"
@@ -320,7 +352,9 @@ def _check_targets(
     for target in targets:
         names = (layer.name for layer in layers.values())
         if not any(name == target or name.endswith(f".{target}") for name in names):
-            raise ConfigError(f"{where}: target_modules names {target}, but no tensor is for it")
+            raise ConfigError(
+                f"{where}: target_modules names {target}, but no tensor is for it"
+            )
 
 
 def tensor_of(layer: str, letter: str) -> str:

@@ -185,7 +185,8 @@ class LayerTensors(msgspec.Struct, frozen=True):
     """The tensors of one layer."""
 
     norms: dict[str, NormTensor]  # by their names in `DecoderLayer`
-    qkv: tuple[LinearTensors, ...]  # queries, keys and values; none with `latent` or `state`
+    # Queries, keys and values; none with `latent` or `state`.
+    qkv: tuple[LinearTensors, ...]
     output: LinearTensors
     q_norm: NormTensor | None
     k_norm: NormTensor | None
@@ -193,7 +194,8 @@ class LayerTensors(msgspec.Struct, frozen=True):
     num_heads: int
     latent: LatentTensors | None
     state: StateTensors | None
-    mlp: MlpTensors | None  # None with `experts`, but for those with `beside`, and without an MLP
+    # None with `experts`, but for those with `beside`, and without an MLP.
+    mlp: MlpTensors | None
     experts: ExpertTensors | None
     beside: BesideTensors | None
     end: EndTensors | None
@@ -233,7 +235,13 @@ class DraftTensors(msgspec.Struct, frozen=True):
     vocab_size: int
 
     def shapes(self) -> Iterator[tuple[str, Shape]]:
-        for tensors in (self.embedding_norm, self.hidden_norm, self.joint, self.layer, self.norm):
+        for tensors in (
+            self.embedding_norm,
+            self.hidden_norm,
+            self.joint,
+            self.layer,
+            self.norm,
+        ):
             yield from tensors.shapes()
         if self.head:
             yield self.head, (self.vocab_size, self.norm.size)
@@ -287,12 +295,16 @@ class DecoderTensors(msgspec.Struct, frozen=True):
         return shapes
 
 
-def decoder_tensors(config: DecoderConfig, layout: ExpertLayout = "apart") -> DecoderTensors:
+def decoder_tensors(
+    config: DecoderConfig, layout: ExpertLayout = "apart"
+) -> DecoderTensors:
     """Return what the decoder of `config` reads from files with such a layout of experts."""
     return DecoderTensors(
         vocab_size=config.vocab_size,
         hidden=config.hidden_size,
-        layers=tuple(_layer(config, number, layout) for number in range(config.num_layers)),
+        layers=tuple(
+            _layer(config, number, layout) for number in range(config.num_layers)
+        ),
         norm=NormTensor(f"model.{config.names.last_norm}", config.hidden_size),
         has_own_head=config.head == "tokens" and not config.tie_word_embeddings,
         num_labels=config.num_labels,
@@ -303,13 +315,20 @@ def decoder_tensors(config: DecoderConfig, layout: ExpertLayout = "apart") -> De
 
 def layout_of(config: DecoderConfig, shapes: Mapping[str, Shape]) -> ExpertLayout:
     """Return the layout of experts in files whose tensors have these shapes."""
-    if config.experts is not None and (names := config.experts.names).stacked is not None:
+    if (
+        config.experts is not None
+        and (names := config.experts.names).stacked is not None
+    ):
         # Tools that quantize write the experts of Llama 4 apart.
-        if names.is_transposed and any(f".{names.block}.experts.0." in name for name in shapes):
+        if names.is_transposed and any(
+            f".{names.block}.experts.0." in name for name in shapes
+        ):
             return "apart"
         return "transposed" if names.is_transposed else "stacked"
     for name, shape in shapes.items():
-        if config.experts is None or not name.endswith(f".{STACKED_BLOCK}.{STACKED_GATE_UP}"):
+        if config.experts is None or not name.endswith(
+            f".{STACKED_BLOCK}.{STACKED_GATE_UP}"
+        ):
             continue
         width = config.experts.moe_intermediate_size
         hidden = config.hidden_size
@@ -366,7 +385,9 @@ def _layer(config: DecoderConfig, number: int, layout: ExpertLayout) -> LayerTen
         k_norm=k_norm,
         sinks=f"{attention}sinks" if config.layers.has_sinks else None,
         num_heads=config.num_heads,
-        latent=None if latent is None or state else _latent(latent, attention, config, number),
+        latent=None
+        if latent is None or state
+        else _latent(latent, attention, config, number),
         state=state,
         mlp=_dense_mlp(config, number) if has_dense else None,
         experts=None if experts is None else _experts(config, experts, number, layout),
@@ -375,7 +396,9 @@ def _layer(config: DecoderConfig, number: int, layout: ExpertLayout) -> LayerTen
     )
 
 
-def _draft(config: DecoderConfig, names: DraftNames, layout: ExpertLayout) -> DraftTensors:
+def _draft(
+    config: DecoderConfig, names: DraftNames, layout: ExpertLayout
+) -> DraftTensors:
     number = config.num_layers
     hidden = config.hidden_size
     block = names.block or config.prefix_of(number)
@@ -435,7 +458,10 @@ def _end(kinds: KindsConfig, layer: str, hidden: Units) -> EndTensors:
 
 
 def _norms(config: DecoderConfig, number: int) -> dict[str, NormTensor]:
-    names = {"attention_norm": config.names.attention_norm, "mlp_norm": config.names.mlp_norm}
+    names = {
+        "attention_norm": config.names.attention_norm,
+        "mlp_norm": config.names.mlp_norm,
+    }
     if config.blocks:
         numbers = zip(names.items(), config.numbers_in_files(number), strict=True)
         return {
@@ -448,10 +474,15 @@ def _norms(config: DecoderConfig, number: int) -> dict[str, NormTensor]:
         names["output_norm"] = names["mlp_norm"]
         names["mlp_norm"] = "pre_feedforward_layernorm"
         names["mlp_output_norm"] = "post_feedforward_layernorm"
-    return {role: NormTensor(layer + name, config.hidden_size) for role, name in names.items()}
+    return {
+        role: NormTensor(layer + name, config.hidden_size)
+        for role, name in names.items()
+    }
 
 
-def _qkv(config: DecoderConfig, number: int, attention: str) -> tuple[LinearTensors, ...]:
+def _qkv(
+    config: DecoderConfig, number: int, attention: str
+) -> tuple[LinearTensors, ...]:
     hidden, (kv_heads, width) = Units(config.hidden_size), config.heads_of(number)
     if config.joins_inputs:
         hidden = Units(2 * config.hidden_size)
@@ -465,7 +496,11 @@ def _qkv(config: DecoderConfig, number: int, attention: str) -> tuple[LinearTens
     parts = [("q", queries), ("k", keys), ("v", values)]
     if not config.stores_keys(number):
         parts = parts[:1]
-    elif config.kinds is not None and config.kinds.values_are_keys and config.is_wide(number):
+    elif (
+        config.kinds is not None
+        and config.kinds.values_are_keys
+        and config.is_wide(number)
+    ):
         parts = parts[:2]
     return tuple(
         LinearTensors(f"{attention}{name}_proj", (units,), hidden, config.qkv_bias)
@@ -495,23 +530,31 @@ def _latent(
             f"{attention}kv_a_proj_with_mqa", (Units(1, latent.row_dim),), hidden
         ),
         row_norm=NormTensor(f"{attention}kv_a_layernorm", latent.kv_lora_rank),
-        row_up=LinearTensors(f"{attention}kv_b_proj", (expanded,), Units(1, latent.kv_lora_rank)),
+        row_up=LinearTensors(
+            f"{attention}kv_b_proj", (expanded,), Units(1, latent.kv_lora_rank)
+        ),
         index=_index(latent, f"{attention}indexer.", hidden, number),
     )
 
 
-def _index(latent: LatentConfig, prefix: str, hidden: Units, number: int) -> IndexTensors | None:
+def _index(
+    latent: LatentConfig, prefix: str, hidden: Units, number: int
+) -> IndexTensors | None:
     index = latent.index
     if index is None or number not in index.layers:
         return None
-    assert latent.q_lora_rank is not None, "an index makes its queries from a latent row"
+    assert latent.q_lora_rank is not None, (
+        "an index makes its queries from a latent row"
+    )
     heads = Units(index.num_heads, index.head_dim)
     rank = Units(1, latent.q_lora_rank)
     return IndexTensors(
         queries=LinearTensors(f"{prefix}wq_b", (heads,), rank),
         keys=LinearTensors(f"{prefix}wk", (Units(1, index.head_dim),), hidden),
         key_norm=NormTensor(f"{prefix}k_norm", index.head_dim, has_bias=True),
-        weights=LinearTensors(f"{prefix}weights_proj", (Units(index.num_heads),), hidden),
+        weights=LinearTensors(
+            f"{prefix}weights_proj", (Units(index.num_heads),), hidden
+        ),
     )
 
 
@@ -522,12 +565,19 @@ def _dense_mlp(config: DecoderConfig, number: int) -> MlpTensors:
     block = f"{config.mlp_prefix_of(number)}{names.block}."
     if len(names.gate_up) > 1 or not names.has_gate:
         return _mlp(
-            block, names.gate_up, names.down, hidden.size, width.size, has_bias=config.mlp_bias
+            block,
+            names.gate_up,
+            names.down,
+            hidden.size,
+            width.size,
+            has_bias=config.mlp_bias,
         )
     gate_up = block + names.gate_up[0]
     return MlpTensors(
         (LinearTensors(gate_up, (width, width), hidden, config.mlp_bias),),
-        LinearTensors(block + names.down, (hidden,), width, config.mlp_bias, splits_inputs=True),
+        LinearTensors(
+            block + names.down, (hidden,), width, config.mlp_bias, splits_inputs=True
+        ),
     )
 
 
@@ -543,7 +593,10 @@ def _mlp(
     inputs = Units(hidden)
     outputs = Units(width)
     return MlpTensors(
-        tuple(LinearTensors(prefix + name, (outputs,), inputs, has_bias) for name in gate_up),
+        tuple(
+            LinearTensors(prefix + name, (outputs,), inputs, has_bias)
+            for name in gate_up
+        ),
         LinearTensors(prefix + down, (inputs,), outputs, has_bias, splits_inputs=True),
     )
 
@@ -561,7 +614,9 @@ def _experts(
     if names.adds_mlp:
         shared = _dense_mlp(config, number)
     elif width := experts.shared_expert_intermediate_size:
-        of_shared = names.shared_mlp or MlpNames(names.shared, names.gate_up, names.down)
+        of_shared = names.shared_mlp or MlpNames(
+            names.shared, names.gate_up, names.down
+        )
         prefix = f"{block}{names.shared}."
         shared = _mlp(prefix, of_shared.gate_up, of_shared.down, hidden, width)
         if names.shared_gate:

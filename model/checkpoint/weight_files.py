@@ -15,7 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from baton.model.checkpoint.tensors import EMBEDDING, HEAD, LABELS, decoder_tensors, layout_of
+from baton.model.checkpoint.tensors import (
+    EMBEDDING,
+    HEAD,
+    LABELS,
+    decoder_tensors,
+    layout_of,
+)
 from baton.model.config.decoder_config import DecoderConfig
 from baton.model.config.packing import NESTED_BLOCK, Packing
 from baton.model.config.quantization import Quantization, WeightFormat
@@ -77,7 +83,8 @@ def tensors_of(file: Path) -> dict[str, TensorEntry]:
             raw = msgspec.json.decode(stream.read(length), type=dict[str, msgspec.Raw])
         raw.pop("__metadata__", None)
         entries = {
-            name: msgspec.json.decode(entry, type=TensorEntry) for name, entry in raw.items()
+            name: msgspec.json.decode(entry, type=TensorEntry)
+            for name, entry in raw.items()
         }
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not a safetensors file: {error}") from None
@@ -87,7 +94,9 @@ def tensors_of(file: Path) -> dict[str, TensorEntry]:
     for name, entry in entries.items():
         first, last = (8 + length + offset for offset in entry.data_offsets)
         if not 0 <= first <= last <= size:
-            raise ConfigError(f"{file} ends before tensor {name} does: fetch the file again")
+            raise ConfigError(
+                f"{file} ends before tensor {name} does: fetch the file again"
+            )
         entry.data_offsets = (first, last)
     try:
         # The library compares all ranges with the shapes, and with each other.
@@ -127,13 +136,16 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
             name = text_name(own)
             tensor = Stored(file, own, entry)
             if name in found and not _are_equal(found[name], tensor):
-                raise ConfigError(f"{file} and {found[name].file.name} both have tensor {name}")
+                raise ConfigError(
+                    f"{file} and {found[name].file.name} both have tensor {name}"
+                )
             found[name] = tensor
     if EMBEDDING in found or EMBEDDING.removeprefix(_BASE) not in found:
         return found
     # A model that was saved without a head has the names of the base model.
     return {
-        name if name in (HEAD, LABELS) else _BASE + name: stored for name, stored in found.items()
+        name if name in (HEAD, LABELS) else _BASE + name: stored
+        for name, stored in found.items()
     }
 
 
@@ -153,7 +165,10 @@ def as_stored(folder: Path, config: DecoderConfig) -> DecoderConfig:
 
 def _are_equal(first: Stored, second: Stored) -> bool:
     """Return whether two tensors have one type, shape and content."""
-    if (first.entry.dtype, first.entry.shape) != (second.entry.dtype, second.entry.shape):
+    if (first.entry.dtype, first.entry.shape) != (
+        second.entry.dtype,
+        second.entry.shape,
+    ):
         return False
     return _digest_of(first) == _digest_of(second)
 
@@ -198,10 +213,14 @@ def check_tensors(folder: Path, config: DecoderConfig) -> None:
         scales = _check_scales(how, stored, expected)
         dtypes = _expect_packed(how, stored, expected)
         if not scales and not dtypes:
-            raise ConfigError(f"{folder}: weights are said to be quantized, but none has scales")
+            raise ConfigError(
+                f"{folder}: weights are said to be quantized, but none has scales"
+            )
     for name, shape in expected.items():
         if (there := stored.get(name)) is None:
-            raise ConfigError(f"{folder} has no tensor {name}, which its config.json implies")
+            raise ConfigError(
+                f"{folder} has no tensor {name}, which its config.json implies"
+            )
         is_scaled = how is not None and _format_of(how, name).scale_of(name) in scales
         if there.entry.dtype not in dtypes.get(name, _DTYPES) and not is_scaled:
             why = "so the weights are quantized, and config.json does not say how"
@@ -215,8 +234,14 @@ def check_tensors(folder: Path, config: DecoderConfig) -> None:
             )
     if how is not None:
         _check_packed(how, stored, expected)
-    layers = range(config.num_layers, config.num_layers + config.num_nextn_predict_layers)
-    guessing = (*(f"model.layers.{layer}." for layer in layers), *config.guessing, *_shared(config))
+    layers = range(
+        config.num_layers, config.num_layers + config.num_nextn_predict_layers
+    )
+    guessing = (
+        *(f"model.layers.{layer}." for layer in layers),
+        *config.guessing,
+        *_shared(config),
+    )
     for name in sorted(stored.keys() - expected.keys() - scales):
         if name.startswith(guessing):
             continue
@@ -235,12 +260,18 @@ def _shared(config: DecoderConfig) -> Iterator[str]:
                 yield f"model.layers.{layer}.self_attn.{name}."
 
 
-def _is_unneeded(how: Quantization | None, name: str, stored: dict[str, Stored]) -> bool:
+def _is_unneeded(
+    how: Quantization | None, name: str, stored: dict[str, Stored]
+) -> bool:
     """Return whether a tensor belongs to what is not quantized here, or adds nothing."""
     if how is None:
         return False
     packing = _format_of(how, name).packing
-    if packing is not None and packing.form == "bnb" and name.endswith(f".{packing.state}"):
+    if (
+        packing is not None
+        and packing.form == "bnb"
+        and name.endswith(f".{packing.state}")
+    ):
         return True  # it was checked
     if name.endswith(".weight_format"):  # of bitsandbytes in eight bits: 0 is by rows
         return _bytes_of(stored[name]) == b"\0"
@@ -270,9 +301,13 @@ def _check_scales(
             continue
         scale = weights.scale_of(name)
         if (values := stored.get(scale)) is None:
-            raise ConfigError(f"{there.file}: {name} is quantized, but there is no {scale}")
+            raise ConfigError(
+                f"{there.file}: {name} is quantized, but there is no {scale}"
+            )
         if values.entry.shape not in weights.scale_shapes(shape):
-            raise ConfigError(f"{values.file}: {scale} has the shape {list(values.entry.shape)}")
+            raise ConfigError(
+                f"{values.file}: {scale} has the shape {list(values.entry.shape)}"
+            )
         if values.entry.dtype not in weights.scale_dtypes:
             what = f"scales of type {values.entry.dtype} are not supported"
             raise ConfigError(f"{values.file}: {scale}: {what}")
@@ -311,7 +346,9 @@ class _State(msgspec.Struct):
     nested_blocksize: int = NESTED_BLOCK
 
 
-def _check_state(stored: dict[str, Stored], name: str, shape: Shape, packing: Packing) -> None:
+def _check_state(
+    stored: dict[str, Stored], name: str, shape: Shape, packing: Packing
+) -> None:
     """Check that a weight in four bits is what config.json says of all."""
     if (there := stored.get(name)) is None:
         raise ConfigError(f"there is no tensor {name}, which config.json implies")
@@ -328,7 +365,9 @@ def _check_state(stored: dict[str, Stored], name: str, shape: Shape, packing: Pa
         )
 
 
-def _check_packed(how: Quantization, stored: dict[str, Stored], expected: dict[str, Shape]) -> None:
+def _check_packed(
+    how: Quantization, stored: dict[str, Stored], expected: dict[str, Shape]
+) -> None:
     """Check the scales of packed weights, and the groups that each of their inputs names."""
     for name, shape in expected.items():
         layer, _, suffix = name.rpartition(".")
@@ -342,14 +381,18 @@ def _check_packed(how: Quantization, stored: dict[str, Stored], expected: dict[s
             groups = _numbers_of(stored[name])
             num_groups = packing.groups(shape[0])
             if not ((groups >= 0) & (groups < num_groups)).all():
-                raise ConfigError(f"{stored[name].file}: {name} names a group that is not there")
+                raise ConfigError(
+                    f"{stored[name].file}: {name} names a group that is not there"
+                )
 
 
 def _check_above_0(name: str, values: Stored, *, or_0: bool = False) -> None:
     numbers = _numbers_of(values)
     is_high = numbers >= 0 if or_0 else numbers > 0
     if not (np.isfinite(numbers) & is_high).all():
-        raise ConfigError(f"{values.file}: {name} has a scale that is not above 0 and finite")
+        raise ConfigError(
+            f"{values.file}: {name} has a scale that is not above 0 and finite"
+        )
 
 
 def _is_linear(name: str, shape: Shape) -> bool:
@@ -380,7 +423,9 @@ def _numbers_of(stored: Stored) -> NDArray[np.float32]:
         case "F8_E4M3":
             return _numbers_of_fp8()[np.frombuffer(data, np.uint8)]
         case other:
-            raise ConfigError(f"{stored.file}: scales of type {other} are not supported")
+            raise ConfigError(
+                f"{stored.file}: scales of type {other} are not supported"
+            )
 
 
 def _powers_of_2() -> NDArray[np.float32]:
@@ -397,7 +442,9 @@ def _numbers_of_fp8() -> NDArray[np.float32]:
     normal = (1 + fraction / 8) * np.exp2(exponent - 7.0)
     numbers = np.where(exponent == 0, fraction / 8 * np.exp2(-6.0), normal)
     numbers[(byte & 127) == 127] = np.nan
-    signed: NDArray[np.float32] = np.where(byte < 128, numbers, -numbers).astype(np.float32)
+    signed: NDArray[np.float32] = np.where(byte < 128, numbers, -numbers).astype(
+        np.float32
+    )
     return signed
 
 

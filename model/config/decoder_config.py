@@ -27,7 +27,11 @@ from baton.model.config.layer_config import (
     says,
     windows_config,
 )
-from baton.model.config.quantization import Quantization, fields_of_tool, read_quantization
+from baton.model.config.quantization import (
+    Quantization,
+    fields_of_tool,
+    read_quantization,
+)
 from baton.model.config.reading import (
     EndIds,
     ModelKind,
@@ -39,7 +43,12 @@ from baton.model.config.reading import (
 from baton.model.config.rope_config import MAX_POSITIONS, UNROTATED, Rope, ropes_config
 from baton.model.config.state_config import StateConfig, state_config
 from baton.model.families.family import DraftNames, Family, Head, LayerNames, MlpNames
-from baton.model.families.table import BY_ARCHITECTURE, BY_MODEL_TYPE, FAMILIES, OTHER_HEADS
+from baton.model.families.table import (
+    BY_ARCHITECTURE,
+    BY_MODEL_TYPE,
+    FAMILIES,
+    OTHER_HEADS,
+)
 from baton.protocol.errors import ConfigError
 
 DecoderDtype = Literal["float32", "bfloat16"]
@@ -47,7 +56,11 @@ Positive = Annotated[int, Meta(gt=0)]
 
 DEFAULT_LABELS = 2  # transformers' own
 # The files in which tools leave how they have quantized the weights.
-QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+QUANTIZATION_FILES = (
+    "hf_quant_config.json",
+    "quantize_config.json",
+    "quant_config.json",
+)
 # Fields that transformers honours in every family, where they say more than nothing.
 UNSUPPORTED = ("attention_chunk_size", "per_layer_config", "text_config")
 
@@ -88,12 +101,15 @@ class DecoderConfig(msgspec.Struct, frozen=True):
     experts: ExpertsConfig | None = None
     full_layers: tuple[int, ...] = ()
     latent: LatentConfig | None = None
-    num_nextn_predict_layers: int = 0  # in the files after the others; they only guess tokens
+    # In the files after the others; they only guess tokens.
+    num_nextn_predict_layers: int = 0
     layers: LayersConfig = LayersConfig()
-    local_rope: Rope | None = None  # of layers with a window, if they have one of their own
+    # Of layers with a window, if they have one of their own.
+    local_rope: Rope | None = None
     head: Head = "tokens"
     num_labels: int = 0  # of the head `labels`
-    label_names: tuple[str, ...] = ()  # tokens that config.json names instead of a head: no, yes
+    # Tokens that config.json names instead of a head: no, yes.
+    label_names: tuple[str, ...] = ()
     # The tokens of which scores are made: the first one's logit, without the second one's.
     label_token_ids: tuple[int, ...] = ()
     state: StateConfig | None = None
@@ -130,12 +146,16 @@ class DecoderConfig(msgspec.Struct, frozen=True):
     def num_stored(self, *, wide: bool = False) -> int:
         """Return how many layers of a kind store keys and values."""
         layers = range(self.num_layers)
-        return sum(self.stores_keys(one) and self.is_wide(one) == wide for one in layers)
+        return sum(
+            self.stores_keys(one) and self.is_wide(one) == wide for one in layers
+        )
 
     def mlp_width_of(self, layer: int) -> int:
         """Return how wide the dense MLP of a layer is."""
         is_twice = self.kinds is not None and self.kinds.widens_shared_mlp
-        return self.intermediate_size * (2 if is_twice and not self.stores_keys(layer) else 1)
+        return self.intermediate_size * (
+            2 if is_twice and not self.stores_keys(layer) else 1
+        )
 
     @property
     def attention_scale(self) -> float:
@@ -151,8 +171,12 @@ class DecoderConfig(msgspec.Struct, frozen=True):
         The layers of `kinds` count as what they store, and a layer that drafts is the last one.
         """
         if self.kinds is not None:
-            wide = self.num_stored(wide=True) * self.kinds.kv_heads * self.kinds.head_dim
-            return self.num_stored() + math.ceil(wide / (self.num_kv_heads * self.head_dim))
+            wide = (
+                self.num_stored(wide=True) * self.kinds.kv_heads * self.kinds.head_dim
+            )
+            return self.num_stored() + math.ceil(
+                wide / (self.num_kv_heads * self.head_dim)
+            )
         num_states = 0 if self.state is None else len(self.state.layers)
         return self.num_layers - num_states + self.has_draft_head
 
@@ -188,9 +212,13 @@ class DecoderConfig(msgspec.Struct, frozen=True):
         """
         if self.kinds is not None:
             end = min(layer, self.kinds.first_shared_layer)
-            count = sum(self.is_wide(layer) == self.is_wide(other) for other in range(end))
+            count = sum(
+                self.is_wide(layer) == self.is_wide(other) for other in range(end)
+            )
             return count if self.stores_keys(layer) else count - 1
-        return sum(self.has_state(layer) == self.has_state(other) for other in range(layer))
+        return sum(
+            self.has_state(layer) == self.has_state(other) for other in range(layer)
+        )
 
     @property
     def index(self) -> IndexConfig | None:
@@ -224,7 +252,9 @@ class DecoderConfig(msgspec.Struct, frozen=True):
     def rope_of(self, layer: int) -> Rope:
         if not self.rotates(layer):
             return UNROTATED
-        return self.rope if self.window_of(layer) is None else self.local_rope or self.rope
+        return (
+            self.rope if self.window_of(layer) is None else self.local_rope or self.rope
+        )
 
     def experts_of(self, layer: int) -> ExpertsConfig | None:
         """Return the experts of a layer; None where it has a dense MLP or none."""
@@ -249,10 +279,14 @@ class EagleConfig(msgspec.Struct, frozen=True):
 def read_decoder_config(folder: Path) -> DecoderConfig:
     """Return a folder's decoder. Raises a one-line `ConfigError` that names file and field."""
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is not a folder; a Hugging Face model folder is needed")
+        raise ConfigError(
+            f"{folder} is not a folder; a Hugging Face model folder is needed"
+        )
     file = folder / "config.json"
     if not file.is_file():
-        raise ConfigError(f"{folder} has no config.json; a Hugging Face model folder is needed")
+        raise ConfigError(
+            f"{folder} has no config.json; a Hugging Face model folder is needed"
+        )
     fields = read_fields(file)
     family, head = _family(file, converted(file, fields, ModelKind))
     return decoder_config(folder, fields, family, head)
@@ -313,12 +347,16 @@ def decoder_config(
         eos_token_ids=_eos_token_ids(folder, raw),
         experts=experts_config(file, family.experts, fields),
         latent=latent,
-        num_nextn_predict_layers=raw.num_nextn_predict_layers if family.has_nextn_layers else 0,
+        num_nextn_predict_layers=raw.num_nextn_predict_layers
+        if family.has_nextn_layers
+        else 0,
         layers=layers_config(file, family, fields),
         local_rope=local_rope,
         head=head,
         num_labels=raw.num_classes if head == "labels" else 0,
-        state=None if family.state is None else state_config(file, family.state, fields),
+        state=None
+        if family.state is None
+        else state_config(file, family.state, fields),
         chunks=chunks_config(file, fields) if family.has_chunks else None,
         kinds=kinds,
         blocks=blocks,
@@ -380,7 +418,9 @@ def _mlp_width(file: Path, family: Family, fields: dict[str, object]) -> int:
     name = family.mlp_width
     width = fields.get(name)
     if not isinstance(width, int) or width < 1:
-        raise ConfigError(f"{file}: {name} must be a whole number above 0, not {width!r}")
+        raise ConfigError(
+            f"{file}: {name} must be a whole number above 0, not {width!r}"
+        )
     if not fields.get("block_auto_adjust_ff_dim"):
         return width
     raw = converted(file, fields, _RawAdjusted)
@@ -404,7 +444,11 @@ def _family(file: Path, kind: ModelKind) -> tuple[Family, Head]:
     for name in named:
         if name in heads:
             family, head = heads[name]
-            if kind.model_type not in ("", family.model_type, *family.other_model_types):
+            if kind.model_type not in (
+                "",
+                family.model_type,
+                *family.other_model_types,
+            ):
                 raise ConfigError(
                     f"{file}: model_type {kind.model_type!r} contradicts the architecture {name}, "
                     f"whose model_type is {family.model_type!r}"
@@ -417,21 +461,33 @@ def _family(file: Path, kind: ModelKind) -> tuple[Family, Head]:
     raise ConfigError(f"{file}: architectures names {found}; baton runs {known}")
 
 
-def _check(file: Path, family: Family, raw: _RawConfig, num_kv_heads: int, head_dim: int) -> None:
-    read = {"attention_chunk_size": family.has_chunks, "per_layer_config": family.has_kinds}
+def _check(
+    file: Path, family: Family, raw: _RawConfig, num_kv_heads: int, head_dim: int
+) -> None:
+    read = {
+        "attention_chunk_size": family.has_chunks,
+        "per_layer_config": family.has_kinds,
+    }
     unsupported = [name for name in UNSUPPORTED if not read.get(name)]
     refusals = (
         (
             raw.num_attention_heads % num_kv_heads != 0,
             "num_key_value_heads must divide num_attention_heads",
         ),
-        (head_dim % 2 != 0, f"head_dim must be even for rotary embedding, not {head_dim}"),
         (
-            not raw.is_causal or raw.use_bidirectional_attention not in (None, False, OF_IMAGES),
+            head_dim % 2 != 0,
+            f"head_dim must be even for rotary embedding, not {head_dim}",
+        ),
+        (
+            not raw.is_causal
+            or raw.use_bidirectional_attention not in (None, False, OF_IMAGES),
             "is_causal is false or use_bidirectional_attention is true: tokens that see later ones "
             "are not supported",
         ),
-        *((bool(getattr(raw, name)), f"{name} is not supported") for name in unsupported),
+        *(
+            (bool(getattr(raw, name)), f"{name} is not supported")
+            for name in unsupported
+        ),
     )
     for is_refused, text in refusals:
         if is_refused:
@@ -441,10 +497,14 @@ def _check(file: Path, family: Family, raw: _RawConfig, num_kv_heads: int, head_
 def _check_rotated(file: Path, rope: Rope, head_dim: int) -> None:
     pairs, odd = divmod(rope.rotated(head_dim), 2)
     if odd or not pairs:
-        raise ConfigError(f"{file}: partial_rotary_factor must rotate an even part of {head_dim}")
+        raise ConfigError(
+            f"{file}: partial_rotary_factor must rotate an even part of {head_dim}"
+        )
     for name in ("short_factor", "long_factor") if rope.scaling == "longrope" else ():
         if (count := len(getattr(rope, name))) != pairs:
-            raise ConfigError(f"{file}: {name} has {count} numbers, but {pairs} pairs are rotated")
+            raise ConfigError(
+                f"{file}: {name} has {count} numbers, but {pairs} pairs are rotated"
+            )
 
 
 def _quantization(file: Path, raw: _RawConfig) -> Quantization | None:

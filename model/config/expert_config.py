@@ -33,8 +33,10 @@ class ExpertsConfig(msgspec.Struct, frozen=True):
     moe_intermediate_size: int  # of one expert
     norm_topk_prob: bool  # the weights of a token's experts are scaled to a sum of 1
     mlp_only_layers: tuple[int, ...] = ()
-    shared_expert_intermediate_size: int = 0  # of an expert that each token takes; 0: there is none
-    latent_size: int | None = None  # of what experts take and give; None: the hidden size
+    # Of an expert that each token takes; 0: there is none.
+    shared_expert_intermediate_size: int = 0
+    # Of what experts take and give; None: the hidden size.
+    latent_size: int | None = None
     routing: GroupedRouting | None = None  # None: softmax over all experts
 
 
@@ -79,7 +81,9 @@ def experts_config(
 def _plain_experts(file: Path, names: Experts, raw: RawExperts) -> ExpertsConfig:
     """Return experts that are chosen among all."""
     if raw.num_experts and raw.num_local_experts not in (None, raw.num_experts):
-        raise ConfigError(f"{file}: num_experts and num_local_experts differ: name one of them")
+        raise ConfigError(
+            f"{file}: num_experts and num_local_experts differ: name one of them"
+        )
     num_experts = raw.num_experts or raw.num_local_experts
     per_tok = raw.num_experts_per_tok
     width = raw.moe_intermediate_size
@@ -130,12 +134,16 @@ def _plain_dense_layers(names: Experts, raw: RawExperts) -> tuple[int, ...]:
     )
 
 
-def _sigmoid_routing(file: Path, names: Experts, raw: RawExperts) -> GroupedRouting | None:
+def _sigmoid_routing(
+    file: Path, names: Experts, raw: RawExperts
+) -> GroupedRouting | None:
     """Return the choice by sigmoids among all experts; None where it is another one."""
     if names.routing != "sigmoid":
         return None
     if raw.scoring_func not in (None, "sigmoid") or raw.shared_intermediate_size:
-        raise ConfigError(f"{file}: scoring_func must be sigmoid, and shared_intermediate_size 0")
+        raise ConfigError(
+            f"{file}: scoring_func must be sigmoid, and shared_intermediate_size 0"
+        )
     if not raw.use_expert_bias:
         raise ConfigError(f"{file}: use_expert_bias is false, which is not supported")
     scale = 1.0 if names.fills_layers else raw.routed_scaling_factor
@@ -161,7 +169,8 @@ class RawGrouped(msgspec.Struct):
     moe_layer_freq: int = 1
     num_experts: int | None = None
     num_local_experts: int | None = None
-    moe_shared_expert_intermediate_size: _Positive | None = None  # of Nemotron, as the next field
+    # Of Nemotron, as the next field.
+    moe_shared_expert_intermediate_size: _Positive | None = None
     moe_latent_size: _Positive | None = None
 
 
@@ -178,22 +187,38 @@ def _grouped_experts(file: Path, names: Experts, raw: RawGrouped) -> ExpertsConf
     scoring = raw.scoring_func or ("sigmoid" if is_sigmoid else "softmax")
     others = {raw.num_experts, raw.num_local_experts} - {None, num_experts}
     for is_refused, text in (
-        (method not in methods, f"topk_method {method!r} is not supported, only {methods}"),
+        (
+            method not in methods,
+            f"topk_method {method!r} is not supported, only {methods}",
+        ),
         (method != "greedy" and not raw.n_group, "n_group is missing"),
         (method != "greedy" and not raw.topk_group, "topk_group is missing"),
-        ((scoring == "sigmoid") != is_sigmoid, f"scoring_func {scoring!r} is not supported"),
+        (
+            (scoring == "sigmoid") != is_sigmoid,
+            f"scoring_func {scoring!r} is not supported",
+        ),
         (
             not is_sigmoid and raw.norm_topk_prob,
             "norm_topk_prob is true, which DeepSeek's code and transformers' read differently",
         ),
         (
-            raw.moe_shared_expert_intermediate_size is not None and raw.n_shared_experts != 1,
+            raw.moe_shared_expert_intermediate_size is not None
+            and raw.n_shared_experts != 1,
             "n_shared_experts must be 1",
         ),
         (raw.moe_layer_freq != 1, "moe_layer_freq other than 1 is not supported"),
-        (bool(others), f"n_routed_experts is {num_experts}, but another field says {others}"),
-        (num_experts % n_group != 0, f"n_group, {n_group}, must divide n_routed_experts"),
-        (is_sigmoid and num_experts < 2 * n_group, "a group must have at least two experts"),
+        (
+            bool(others),
+            f"n_routed_experts is {num_experts}, but another field says {others}",
+        ),
+        (
+            num_experts % n_group != 0,
+            f"n_group, {n_group}, must divide n_routed_experts",
+        ),
+        (
+            is_sigmoid and num_experts < 2 * n_group,
+            "a group must have at least two experts",
+        ),
         (topk_group > n_group, f"topk_group must be at most n_group, {n_group}"),
         (
             raw.num_experts_per_tok > num_experts // n_group * topk_group,
@@ -212,7 +237,9 @@ def _grouped_experts(file: Path, names: Experts, raw: RawGrouped) -> ExpertsConf
         shared_expert_intermediate_size=raw.n_shared_experts
         * (raw.moe_shared_expert_intermediate_size or raw.moe_intermediate_size),
         latent_size=raw.moe_latent_size,
-        routing=GroupedRouting(is_sigmoid, n_group, topk_group, raw.routed_scaling_factor),
+        routing=GroupedRouting(
+            is_sigmoid, n_group, topk_group, raw.routed_scaling_factor
+        ),
     )
 
 
@@ -220,11 +247,15 @@ def _dense_layers(file: Path, names: Experts, raw: RawGrouped) -> tuple[int, ...
     """Return the layers without experts, which two fields may name."""
     layers = range(raw.num_hidden_layers)
     found = (
-        [] if raw.first_k_dense_replace is None else [tuple(layers[: raw.first_k_dense_replace])]
+        []
+        if raw.first_k_dense_replace is None
+        else [tuple(layers[: raw.first_k_dense_replace])]
     )
     if kinds := raw.mlp_layer_types:
         if len(kinds) != len(layers) or set(kinds) - {"dense", "sparse"}:
-            raise ConfigError(f"{file}: mlp_layer_types must be dense or sparse for each layer")
+            raise ConfigError(
+                f"{file}: mlp_layer_types must be dense or sparse for each layer"
+            )
         found.append(tuple(layer for layer in layers if kinds[layer] == "dense"))
     elif names.skips_first_layer:
         found.append((0,))

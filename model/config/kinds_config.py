@@ -65,7 +65,11 @@ class _RawKinds(msgspec.Struct):
 
 
 def kinds_config(
-    file: Path, fields: dict[str, object], full_layers: tuple[int, ...], *, has_inputs: bool
+    file: Path,
+    fields: dict[str, object],
+    full_layers: tuple[int, ...],
+    *,
+    has_inputs: bool,
 ) -> KindsConfig:
     """Return what config.json says; `full_layers` see everything. Raises `ConfigError`."""
     raw = converted(file, fields, _RawKinds)
@@ -93,8 +97,12 @@ def kinds_config(
     inputs = None
     if has_inputs and raw.hidden_size_per_layer_input:
         if raw.vocab_size_per_layer_input < raw.vocab_size:
-            raise ConfigError(f"{file}: vocab_size_per_layer_input is less than vocab_size")
-        inputs = LayerInputs(raw.vocab_size_per_layer_input, raw.hidden_size_per_layer_input)
+            raise ConfigError(
+                f"{file}: vocab_size_per_layer_input is less than vocab_size"
+            )
+        inputs = LayerInputs(
+            raw.vocab_size_per_layer_input, raw.hidden_size_per_layer_input
+        )
     return KindsConfig(
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -116,7 +124,9 @@ def _by_layer(
             f"{file}: per_layer_config must name the layers that see everything, and no others"
         )
     first, *others = by_layer.values()
-    if any(other != first for other in others) or set(first) - set(_RawHeads.__struct_fields__):
+    if any(other != first for other in others) or set(first) - set(
+        _RawHeads.__struct_fields__
+    ):
         raise ConfigError(
             f"{file}: per_layer_config must give one head_dim and num_key_value_heads to all of "
             "its layers, and nothing else"
@@ -137,7 +147,8 @@ class ChunksConfig(msgspec.Struct, frozen=True):
     size: int  # tokens of a chunk; chunks start at multiples of it
     layers: tuple[int, ...]
     unrotated_layers: tuple[int, ...]
-    norms_rotated: bool  # queries and keys that are rotated have an RMS norm without a weight
+    # Queries and keys that are rotated have an RMS norm without a weight.
+    norms_rotated: bool
     temperature: Temperature | None  # of the layers that do not rotate
 
 
@@ -161,9 +172,13 @@ def chunks_config(file: Path, fields: dict[str, object]) -> ChunksConfig:
     layers = range(raw.num_hidden_layers)
     rotates = raw.no_rope_layers
     if not rotates:
-        rotates = tuple(int((layer + 1) % raw.no_rope_layer_interval != 0) for layer in layers)
+        rotates = tuple(
+            int((layer + 1) % raw.no_rope_layer_interval != 0) for layer in layers
+        )
     if len(rotates) < len(layers):
-        raise ConfigError(f"{file}: no_rope_layers must have an entry for each of {layers.stop}")
+        raise ConfigError(
+            f"{file}: no_rope_layers must have an entry for each of {layers.stop}"
+        )
     kinds = raw.layer_types
     if kinds is None:
         kinds = tuple(CHUNKED if rotates[layer] else FULL for layer in layers)
@@ -173,7 +188,9 @@ def chunks_config(file: Path, fields: dict[str, object]) -> ChunksConfig:
             "layers"
         )
     if raw.attention_chunk_size is None and CHUNKED in kinds:
-        raise ConfigError(f"{file}: layer_types: {CHUNKED} needs an attention_chunk_size")
+        raise ConfigError(
+            f"{file}: layer_types: {CHUNKED} needs an attention_chunk_size"
+        )
     temperature = None
     if raw.attn_temperature_tuning:
         temperature = Temperature(raw.floor_scale, raw.attn_scale)
@@ -209,7 +226,9 @@ def joined_blocks(
     raw = converted(file, fields, _RawBlocks)
     kinds = raw.layer_types
     if kinds is None:
-        kinds = tuple(LETTERS.get(letter, letter) for letter in raw.hybrid_override_pattern)
+        kinds = tuple(
+            LETTERS.get(letter, letter) for letter in raw.hybrid_override_pattern
+        )
     blocks: list[tuple[int, int | None]] = []
     for number, kind in enumerate(kinds):
         if kind not in (MLP, SPARSE):

@@ -15,8 +15,10 @@ from baton.model.families.family import Index, Latent
 from baton.protocol.errors import ConfigError
 
 _Positive = Annotated[int, Meta(gt=0)]
-INDEXED = ("indexed_attention", "deepseek_sparse_attention")  # in `layer_types`, now and before
-SHARED = {"full": False, "F": False, "shared": True, "S": True}  # in `indexer_types` and patterns
+# In `layer_types`, now and before.
+INDEXED = ("indexed_attention", "deepseek_sparse_attention")
+# In `indexer_types` and patterns.
+SHARED = {"full": False, "F": False, "shared": True, "S": True}
 
 
 class IndexConfig(msgspec.Struct, frozen=True):
@@ -29,19 +31,23 @@ class IndexConfig(msgspec.Struct, frozen=True):
     num_heads: int
     head_dim: int
     num_chosen: int  # keys that a query sees at most
-    is_interleaved: bool  # its numbers that are rotated together are neighbours in the files
-    layers: tuple[int, ...]  # those that have it; others take what the last one has chosen
+    # Its numbers that are rotated together are neighbours in the files.
+    is_interleaved: bool
+    # Those that have it; others take what the last one has chosen.
+    layers: tuple[int, ...]
 
 
 class LatentConfig(msgspec.Struct, frozen=True):
     """The sizes of latent attention, with the names of config.json."""
 
-    q_lora_rank: int | None  # None: queries are projected without a latent row of their own
+    # None: queries are projected without a latent row of their own.
+    q_lora_rank: int | None
     kv_lora_rank: int
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
-    is_interleaved: bool  # the numbers that are rotated together are neighbours in the files
+    # The numbers that are rotated together are neighbours in the files.
+    is_interleaved: bool
     index: IndexConfig | None = None
 
     @property
@@ -69,7 +75,9 @@ class RawLatent(msgspec.Struct):
     mlp_bias: bool = False
 
 
-def latent_config(file: Path, latent: Latent, fields: dict[str, object]) -> LatentConfig:
+def latent_config(
+    file: Path, latent: Latent, fields: dict[str, object]
+) -> LatentConfig:
     """Return the attention of a family whose row has `latent`. Raises `ConfigError`."""
     raw = converted(file, fields, RawLatent)
     heads = raw.num_attention_heads
@@ -80,7 +88,10 @@ def latent_config(file: Path, latent: Latent, fields: dict[str, object]) -> Late
             raw.num_key_value_heads not in (None, heads),
             f"num_key_value_heads must be num_attention_heads, {heads}, in latent attention",
         ),
-        (raw.qk_rope_head_dim % 2 != 0, "qk_rope_head_dim must be even for rotary embedding"),
+        (
+            raw.qk_rope_head_dim % 2 != 0,
+            "qk_rope_head_dim must be even for rotary embedding",
+        ),
     ):
         if is_refused:
             raise ConfigError(f"{file}: {text}")
@@ -91,9 +102,13 @@ def latent_config(file: Path, latent: Latent, fields: dict[str, object]) -> Late
         qk_rope_head_dim=raw.qk_rope_head_dim,
         v_head_dim=raw.v_head_dim,
         is_interleaved=(
-            raw.rope_interleave if latent.is_interleaved is None else latent.is_interleaved
+            raw.rope_interleave
+            if latent.is_interleaved is None
+            else latent.is_interleaved
         ),
-        index=None if latent.index is None else index_config(file, latent.index, fields),
+        index=None
+        if latent.index is None
+        else index_config(file, latent.index, fields),
     )
 
 
@@ -120,7 +135,10 @@ def index_config(file: Path, index: Index, fields: dict[str, object]) -> IndexCo
     raw = converted(file, fields, _RawIndex)
     layers = _indexed_layers(file, index, raw)
     for is_refused, text in (
-        (raw.q_lora_rank is None, "q_lora_rank is missing, from which an index makes its queries"),
+        (
+            raw.q_lora_rank is None,
+            "q_lora_rank is missing, from which an index makes its queries",
+        ),
         (
             raw.index_head_dim < raw.qk_rope_head_dim,
             f"index_head_dim must be at least qk_rope_head_dim, {raw.qk_rope_head_dim}",
@@ -153,12 +171,18 @@ def _indexed_layers(file: Path, index: Index, raw: _RawIndex) -> tuple[int, ...]
     if not kinds:
         period = max(raw.index_topk_freq or 1, 1)
         offset = 2 if raw.index_skip_topk_offset is None else raw.index_skip_topk_offset
-        kinds = tuple("S" if max(layer - offset + 1, 0) % period else "F" for layer in layers)
+        kinds = tuple(
+            "S" if max(layer - offset + 1, 0) % period else "F" for layer in layers
+        )
     if len(kinds) != len(layers) or set(kinds) - set(SHARED):
-        raise ConfigError(f"{file}: indexer_types must be full or shared for each layer")
+        raise ConfigError(
+            f"{file}: indexer_types must be full or shared for each layer"
+        )
     has_index = [not SHARED[kind] for kind in kinds]
     if not has_index[0]:
         raise ConfigError(f"{file}: indexer_types: the first layer must be full")
     if not index.is_shared and not all(has_index):
-        raise ConfigError(f"{file}: indexer_types: each layer must be full in this family")
+        raise ConfigError(
+            f"{file}: indexer_types: each layer must be full in this family"
+        )
     return tuple(layer for layer in layers if has_index[layer])

@@ -26,7 +26,8 @@ class LayersConfig(msgspec.Struct, frozen=True):
     norm_offset: float = 0.0
     has_output_norms: bool = False
     embedding_scale: float | None = None
-    scale: float | None = None  # of queries times keys; None: that of the length of a head
+    # Of queries times keys; None: that of the length of a head.
+    scale: float | None = None
     score_cap: float | None = None
     logit_cap: float | None = None
     has_sinks: bool = False
@@ -54,13 +55,19 @@ class RawLayers(msgspec.Struct):
     swiglu_limit: _Positive = CLAMPED.limit
 
 
-def layers_config(file: Path, family: Family, fields: dict[str, object]) -> LayersConfig:
+def layers_config(
+    file: Path, family: Family, fields: dict[str, object]
+) -> LayersConfig:
     """Return the layers of a family. Raises `ConfigError`."""
     raw = converted(file, fields, RawLayers)
     if family.gate is SILU and raw.hidden_act != "silu":
-        raise ConfigError(f"{file}: hidden_act {raw.hidden_act!r} is not supported, only 'silu'")
+        raise ConfigError(
+            f"{file}: hidden_act {raw.hidden_act!r} is not supported, only 'silu'"
+        )
     if family.gate is None and raw.mlp_hidden_act != "relu2":
-        raise ConfigError(f"{file}: mlp_hidden_act {raw.mlp_hidden_act!r} is not supported")
+        raise ConfigError(
+            f"{file}: mlp_hidden_act {raw.mlp_hidden_act!r} is not supported"
+        )
     is_gelu = family.gate is not SILU and family.gate is not None
     if is_gelu and raw.hidden_activation != "gelu_pytorch_tanh":
         raise ConfigError(
@@ -72,7 +79,9 @@ def layers_config(file: Path, family: Family, fields: dict[str, object]) -> Laye
         raise ConfigError(f"{file}: use_bidirectional_attention is not supported")
     for name in family.refused:
         if fields.get(name):
-            raise ConfigError(f"{file}: {name} is not supported in models of {family.model_type}")
+            raise ConfigError(
+                f"{file}: {name} is not supported in models of {family.model_type}"
+            )
     gate = family.gate
     if gate is not None and gate is CLAMPED:
         gate = gate._replace(slope=raw.swiglu_alpha, limit=raw.swiglu_limit)
@@ -126,17 +135,25 @@ def windows_config(
     has_index = family.latent is not None and family.latent.index is not None
     if family.state is not None or family.has_chunks or has_index:
         return None, ()
-    if windows is not None and windows.switch and not says(file, fields, windows.switch):
+    if (
+        windows is not None
+        and windows.switch
+        and not says(file, fields, windows.switch)
+    ):
         window = None
     has_own_rope = windows is not None and windows.has_own_rope
     kinds = set(raw.layer_types or ())
-    if kinds and (kinds - LAYER_TYPES or len(raw.layer_types or ()) != raw.num_hidden_layers):
+    if kinds and (
+        kinds - LAYER_TYPES or len(raw.layer_types or ()) != raw.num_hidden_layers
+    ):
         raise ConfigError(
             f"{file}: layer_types must name one of {', '.join(sorted(LAYER_TYPES))} for each of "
             f"{raw.num_hidden_layers} layers"
         )
     if window is None and ("sliding_attention" in kinds or has_own_rope):
-        raise ConfigError(f"{file}: layer_types: sliding_attention needs a sliding_window")
+        raise ConfigError(
+            f"{file}: layer_types: sliding_attention needs a sliding_window"
+        )
     if window == 0:
         raise ConfigError(f"{file}: sliding_window must be at least 1")
     if window is None or (window >= num_positions and not has_own_rope):
@@ -149,7 +166,9 @@ def windows_config(
     if family.has_kinds:  # transformers lets the last layer see everything in any case
         full = tuple(sorted({*full, raw.num_hidden_layers - 1}))
     if raw.layer_types and full and not windows.reads_layer_types:
-        raise ConfigError(f"{file}: layer_types: {family.model_type} has the window in all layers")
+        raise ConfigError(
+            f"{file}: layer_types: {family.model_type} has the window in all layers"
+        )
     return (None, ()) if len(full) == raw.num_hidden_layers else (window, full)
 
 
@@ -157,14 +176,18 @@ def _full_layers(windows: Windows, raw: _RawWindows) -> tuple[int, ...]:
     """Return the layers without a window."""
     layers = range(raw.num_hidden_layers)
     if raw.layer_types:
-        return tuple(layer for layer in layers if raw.layer_types[layer] == "full_attention")
+        return tuple(
+            layer for layer in layers if raw.layer_types[layer] == "full_attention"
+        )
     match windows.layers:
         case "all":
             return ()
         case "upper":
             return tuple(layers[: max(0, raw.max_window_layers)])
         case "alternate":
-            return tuple(layer for layer in layers if layer % 2 or layer >= raw.max_window_layers)
+            return tuple(
+                layer for layer in layers if layer % 2 or layer >= raw.max_window_layers
+            )
         case "pattern":
             period = windows.period
             if windows.reads_period and raw.sliding_window_pattern is not None:

@@ -33,7 +33,8 @@ class Codebook(NamedTuple):
     """What four bits of bitsandbytes stand for: NF4 or FP4, times the largest of each block."""
 
     kind: str = "nf4"
-    is_nested: bool = False  # the largest are in eight bits themselves, in blocks of 256
+    # The largest are in eight bits themselves, in blocks of 256.
+    is_nested: bool = False
 
 
 class Packing(msgspec.Struct, frozen=True):
@@ -134,7 +135,9 @@ class Packing(msgspec.Struct, frozen=True):
             "weight.quant_map": Part((16,), ("F32",)),
         }
         if nested:
-            parts["weight.nested_absmax"] = Part((-(-blocks // NESTED_BLOCK),), ("F32",))
+            parts["weight.nested_absmax"] = Part(
+                (-(-blocks // NESTED_BLOCK),), ("F32",)
+            )
             parts["weight.nested_quant_map"] = Part((256,), ("F32",))
         return parts
 
@@ -158,7 +161,9 @@ class Packing(msgspec.Struct, frozen=True):
         names = self.fp4
         parts = {
             names.codes: Part((outputs, inputs // 2), BYTES),
-            names.scales: Part((outputs, self.groups(inputs)), FP8 if names.whole else POWERS),
+            names.scales: Part(
+                (outputs, self.groups(inputs)), FP8 if names.whole else POWERS
+            ),
         }
         if names.whole:
             parts[names.whole] = Part((1,), FLOATS)

@@ -160,8 +160,15 @@ class WeightFormat(msgspec.Struct, frozen=True):
     def scale_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         """Return the shapes that the scales of a weight `[outputs, inputs]` may have."""
         if self.block is not None:
-            return (tuple(-(-size // side) for size, side in zip(shape, self.block, strict=True)),)
-        return ((shape[0], 1), (shape[0],)) if self.strategy == "channel" else ((), (1,))
+            return (
+                tuple(
+                    -(-size // side)
+                    for size, side in zip(shape, self.block, strict=True)
+                ),
+            )
+        return (
+            ((shape[0], 1), (shape[0],)) if self.strategy == "channel" else ((), (1,))
+        )
 
     def names(self, layer: str) -> bool:
         """Return whether a target names this layer, and not only its class."""
@@ -338,7 +345,9 @@ def _formats(where: str, given: _Config) -> tuple[WeightFormat, ...]:
 
 
 _MXFP8 = WeightFormat("F8_E4M3", strategy="block", block=(1, 32), scale_dtypes=POWERS)
-_NVFP4_OF_MODELOPT = Packing("fp4", 4, 16, fp4=Fp4Names("weight", "weight_scale", "weight_scale_2"))
+_NVFP4_OF_MODELOPT = Packing(
+    "fp4", 4, 16, fp4=Fp4Names("weight", "weight_scale", "weight_scale_2")
+)
 _NVFP4 = Packing(
     "fp4",
     4,
@@ -369,14 +378,18 @@ def _bitsandbytes(where: str, given: _Config) -> tuple[WeightFormat, ...]:
         return (WeightFormat("I8", "SCB", "channel", scale_divisor=127.0),)
     kind = given.bnb_4bit_quant_type
     if not given.load_in_4bit or kind not in ("nf4", "fp4"):
-        raise ConfigError(f"{where}: only load_in_8bit, and load_in_4bit with nf4 or fp4, is known")
+        raise ConfigError(
+            f"{where}: only load_in_8bit, and load_in_4bit with nf4 or fp4, is known"
+        )
     if given.bnb_4bit_quant_storage not in (None, "uint8"):
         storage = given.bnb_4bit_quant_storage
         raise ConfigError(
             f"{where}: bnb_4bit_quant_storage {storage!r} is not supported, only uint8"
         )
     codebook = Codebook(kind, given.bnb_4bit_use_double_quant)
-    return (WeightFormat("U8", packing=Packing("bnb", 4, BNB_BLOCK, codebook=codebook)),)
+    return (
+        WeightFormat("U8", packing=Packing("bnb", 4, BNB_BLOCK, codebook=codebook)),
+    )
 
 
 def _of_auto_round(where: str, given: _Config) -> _Config:
@@ -389,7 +402,10 @@ def _of_auto_round(where: str, given: _Config) -> _Config:
         )
     for layer, own in (given.extra_config or {}).items():
         is_plain = own.bits is not None and own.bits >= 16
-        is_as_others = own.bits in (None, given.bits) and own.group_size in (None, given.group_size)
+        is_as_others = own.bits in (None, given.bits) and own.group_size in (
+            None,
+            given.group_size,
+        )
         if not is_plain and not is_as_others:
             raise ConfigError(
                 f"{where}: extra_config gives {layer} other bits or groups, which is not supported"
@@ -405,18 +421,24 @@ def _of_auto_round(where: str, given: _Config) -> _Config:
     )
 
 
-def _grouped(where: str, given: _Config, *, has_order: bool = True) -> tuple[WeightFormat, ...]:
+def _grouped(
+    where: str, given: _Config, *, has_order: bool = True
+) -> tuple[WeightFormat, ...]:
     """Return what AWQ and GPTQ say."""
     is_awq = given.quant_method == "awq"
     bits = given.bits or given.w_bit or 4
     sizes = (given.group_size, given.q_group_size, 128)
     size = next(size for size in sizes if size is not None)
     if bits not in ((4,) if is_awq else (4, 8)):
-        raise ConfigError(f"{where}: {given.quant_method} of {bits} bits is not supported")
+        raise ConfigError(
+            f"{where}: {given.quant_method} of {bits} bits is not supported"
+        )
     if size != -1 and size < 1:
         raise ConfigError(f"{where}: group_size {size} is neither -1 nor above 0")
     if is_awq and (given.version.lower() != "gemm" or not given.zero_point):
-        raise ConfigError(f"{where}: only version gemm of awq with zero_point is supported")
+        raise ConfigError(
+            f"{where}: only version gemm of awq with zero_point is supported"
+        )
     offset = 0 if is_awq else _gptq_offset(where, given)
     form = Packing(
         "awq" if is_awq else "gptq",
@@ -431,10 +453,18 @@ def _grouped(where: str, given: _Config, *, has_order: bool = True) -> tuple[Wei
 def _gptq_offset(where: str, given: _Config) -> int:
     """Return how much smaller zero points are stored than they are."""
     formats = {given.checkpoint_format, given.format} - {""} or {"gptq"}
-    if given.is_marlin_format or len(formats) > 1 or not formats <= _GPTQ_OFFSETS.keys():
-        raise ConfigError(f"{where}: only checkpoint_format {' or '.join(_GPTQ_OFFSETS)} is known")
+    if (
+        given.is_marlin_format
+        or len(formats) > 1
+        or not formats <= _GPTQ_OFFSETS.keys()
+    ):
+        raise ConfigError(
+            f"{where}: only checkpoint_format {' or '.join(_GPTQ_OFFSETS)} is known"
+        )
     if given.pack_dtype != "int32":
-        raise ConfigError(f"{where}: pack_dtype {given.pack_dtype!r} is not supported, only int32")
+        raise ConfigError(
+            f"{where}: pack_dtype {given.pack_dtype!r} is not supported, only int32"
+        )
     return _GPTQ_OFFSETS[formats.pop()]
 
 
@@ -456,7 +486,8 @@ def _compressed(where: str, given: _Config) -> tuple[WeightFormat, ...]:
             ) from None
     return tuple(
         msgspec.structs.replace(
-            _format_of(where, group, group.format or given.format), targets=group.targets
+            _format_of(where, group, group.format or given.format),
+            targets=group.targets,
         )
         for group in groups
     )
@@ -480,7 +511,9 @@ def _format_of(where: str, group: _Group, name: str) -> WeightFormat:
             "mxfp4-pack-quantized",
             "mxfp8-quantized",
         )
-        raise ConfigError(f"{where}: format {name!r} is not supported, only {', '.join(known)}")
+        raise ConfigError(
+            f"{where}: format {name!r} is not supported, only {', '.join(known)}"
+        )
     return _plain(where, group)
 
 
@@ -499,13 +532,17 @@ def _plain(where: str, group: _Group) -> WeightFormat:
         )
     block = weights.block_structure if weights.strategy == "block" else None
     inputs = group.input_activations
-    rounds = stored == "I8" and not block and inputs is not None and inputs.is_bytes_by_row
+    rounds = (
+        stored == "I8" and not block and inputs is not None and inputs.is_bytes_by_row
+    )
     return WeightFormat(stored, "weight_scale", weights.strategy, block, rounds)
 
 
 def _packed(where: str, weights: _Weights) -> WeightFormat:
     size = {"channel": 0, "group": weights.group_size or 0}.get(weights.strategy)
-    is_known = weights.type == "int" and weights.num_bits in (4, 8) and not weights.dynamic
+    is_known = (
+        weights.type == "int" and weights.num_bits in (4, 8) and not weights.dynamic
+    )
     if not is_known or size is None or size < (weights.strategy == "group"):
         raise ConfigError(
             f"{where}: packed weights of {weights.num_bits} bits, type {weights.type} and strategy "

@@ -49,7 +49,9 @@ class _Tokenizer(msgspec.Struct):
     added_tokens: tuple[_AddedToken, ...] = ()
 
 
-def end_token_ids(folder: Path, vocab_size: int, given: Sequence[EndIds]) -> tuple[int, ...]:
+def end_token_ids(
+    folder: Path, vocab_size: int, given: Sequence[EndIds]
+) -> tuple[int, ...]:
     """Return the given ids and that of the tokenizer's end, in ascending order.
 
     Raises a one-line `ConfigError` for a file that cannot be read.
@@ -62,7 +64,11 @@ def end_token_ids(folder: Path, vocab_size: int, given: Sequence[EndIds]) -> tup
     tokenizer = folder / "tokenizer.json"
     if name is not None and tokenizer.is_file():
         added = read_json(tokenizer, _Tokenizer).added_tokens
-        ids |= {token.id for token in added if token.content == name and token.id < vocab_size}
+        ids |= {
+            token.id
+            for token in added
+            if token.content == name and token.id < vocab_size
+        }
     return tuple(sorted(ids))
 
 

@@ -41,7 +41,8 @@ class Rope(msgspec.Struct, frozen=True):
     # The share of each head that is rotated, its first numbers. Of a proportional embedding, these
     # are those of both halves, and the others turn by no angle.
     partial_rotary_factor: float = 1.0
-    rotates_neighbours: bool = False  # numbers 2i and 2i + 1 together, not i and i + half of them
+    # Numbers 2i and 2i + 1 together, not i and i + half of them.
+    rotates_neighbours: bool = False
     # Of longrope: how much slower each frequency turns, up to the original length and beyond it.
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
@@ -106,7 +107,9 @@ class _Given(msgspec.Struct):
     long_factor: tuple[Annotated[float, Meta(gt=0)], ...] = ()
 
 
-def ropes_config(file: Path, family: Family, fields: dict[str, object]) -> tuple[Rope, Rope | None]:
+def ropes_config(
+    file: Path, family: Family, fields: dict[str, object]
+) -> tuple[Rope, Rope | None]:
     """Return the rotary embedding, and that of layers with a window where it is another one."""
     raw = converted(file, fields, RawRope)
     if family.rotates == NEVER:
@@ -127,7 +130,9 @@ def ropes_config(file: Path, family: Family, fields: dict[str, object]) -> tuple
         raise ConfigError(
             f"{file}: rope_parameters must be by kind of layer in {family.model_type}"
         )
-    whole = rope_config(file, family, msgspec.structs.replace(raw, rope_parameters=full))
+    whole = rope_config(
+        file, family, msgspec.structs.replace(raw, rope_parameters=full)
+    )
     of_windows = RawRope(
         rope_theta=raw.rope_local_base_freq,
         rope_parameters=local,
@@ -143,7 +148,9 @@ def rope_config(file: Path, family: Family, raw: RawRope) -> Rope:
     if family.partial_rotary_factor is not None and raw.rotary_dim and raw.head_dim:
         shares.add(raw.rotary_dim / raw.head_dim)
     share = shares.pop() if shares else family.partial_rotary_factor or 1.0
-    is_whole = family.partial_rotary_factor is None and given.rope_type != "proportional"
+    is_whole = (
+        family.partial_rotary_factor is None and given.rope_type != "proportional"
+    )
     if shares or (share != 1.0 and is_whole):
         what = f"other than 1 is not supported in {family.model_type}"
         if shares:
@@ -159,7 +166,11 @@ def _read(file: Path, family: Family, raw: RawRope) -> tuple[_Given, str]:
     """Return what the folder says, and the field that says it."""
     fields = ("rope_parameters", "rope_scaling")
     field = next((name for name in fields if getattr(raw, name)), "rotary embedding")
-    if raw.rope_parameters and raw.rope_scaling and raw.rope_parameters != raw.rope_scaling:
+    if (
+        raw.rope_parameters
+        and raw.rope_scaling
+        and raw.rope_parameters != raw.rope_scaling
+    ):
         raise ConfigError(
             f"{file}: rope_scaling and rope_parameters differ: put the scaling into rope_parameters"
         )
@@ -177,14 +188,18 @@ def _read(file: Path, family: Family, raw: RawRope) -> tuple[_Given, str]:
         raise ConfigError(f"{file}: {field}: {error}") from None
 
 
-def _scaled(file: Path, family: Family, given: _Given, field: str, raw: RawRope) -> Rope:
+def _scaled(
+    file: Path, family: Family, given: _Given, field: str, raw: RawRope
+) -> Rope:
     base = given.rope_theta
     factor = given.factor
     is_scored = given.rope_type in {"default", "yarn"}
     if family.latent is not None and given.mscale_all_dim and not is_scored:
         raise ConfigError(f"{file}: {field}.mscale_all_dim is supported with yarn only")
     # transformers prefers the length beside the scaling to the one in it.
-    original = raw.original_max_position_embeddings or given.original_max_position_embeddings
+    original = (
+        raw.original_max_position_embeddings or given.original_max_position_embeddings
+    )
     original = original or raw.max_position_embeddings
     known = [*get_args(RopeScaling), "dynamic"]
     if not family.has_kinds:
@@ -193,7 +208,10 @@ def _scaled(file: Path, family: Family, given: _Given, field: str, raw: RawRope)
         raise ConfigError(
             f"{file}: {field} of type {given.rope_type!r} is not supported, only {', '.join(known)}"
         )
-    if given.rope_type not in {"default", "longrope", "proportional"} and factor is None:
+    if (
+        given.rope_type not in {"default", "longrope", "proportional"}
+        and factor is None
+    ):
         raise ConfigError(f"{file}: {field} of type {given.rope_type} needs a factor")
     match given.rope_type:
         # Dynamic angles are stretched beyond the model's length alone, which no node allows.
@@ -211,13 +229,19 @@ def _scaled(file: Path, family: Family, given: _Given, field: str, raw: RawRope)
                     f"{file}: {field} of type llama3 needs low_freq_factor and high_freq_factor"
                 )
             if low >= high:
-                raise ConfigError(f"{file}: {field}.low_freq_factor must be below high_freq_factor")
+                raise ConfigError(
+                    f"{file}: {field}.low_freq_factor must be below high_freq_factor"
+                )
             return Rope(base, "llama3", factor or 1.0, low, high, original)
         case "yarn":
             if base <= 1:
-                raise ConfigError(f"{file}: {field} of type yarn needs a rope_theta above 1")
+                raise ConfigError(
+                    f"{file}: {field} of type yarn needs a rope_theta above 1"
+                )
             if not original * (factor or 1.0) <= MAX_POSITIONS:
-                raise ConfigError(f"{file}: {field} has more than {MAX_POSITIONS} positions")
+                raise ConfigError(
+                    f"{file}: {field} has more than {MAX_POSITIONS} positions"
+                )
             return _yarn(given, factor or 1.0, original)
         case "longrope":
             if not (given.short_factor and given.long_factor):
@@ -225,8 +249,12 @@ def _scaled(file: Path, family: Family, given: _Given, field: str, raw: RawRope)
                     f"{file}: {field} of type longrope needs short_factor and long_factor"
                 )
             if original < 2:  # its logarithm divides
-                raise ConfigError(f"{file}: original_max_position_embeddings must be 2 or more")
-            return _longrope(given, factor or raw.max_position_embeddings / original, original)
+                raise ConfigError(
+                    f"{file}: original_max_position_embeddings must be 2 or more"
+                )
+            return _longrope(
+                given, factor or raw.max_position_embeddings / original, original
+            )
         case other:
             raise AssertionError(f"{other} is a known type")
 
@@ -248,15 +276,21 @@ def _yarn(given: _Given, factor: float, original: int) -> Rope:
         beta_fast=given.beta_fast or 32.0,
         beta_slow=given.beta_slow or 1.0,
         truncate=given.truncate,
-        attention_factor=logarithm(1.0) if attention_factor is None else attention_factor,
-        score_factor=logarithm(given.mscale_all_dim) ** 2 if given.mscale_all_dim else 1.0,
+        attention_factor=logarithm(1.0)
+        if attention_factor is None
+        else attention_factor,
+        score_factor=logarithm(given.mscale_all_dim) ** 2
+        if given.mscale_all_dim
+        else 1.0,
     )
 
 
 def _longrope(given: _Given, factor: float, original: int) -> Rope:
     attention_factor = given.attention_factor
     if attention_factor is None:
-        attention_factor = math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(original))
+        attention_factor = math.sqrt(
+            1 + math.log(max(factor, 1.0)) / math.log(original)
+        )
     return Rope(
         given.rope_theta,
         "longrope",

@@ -27,7 +27,8 @@ class StateConfig(msgspec.Struct, frozen=True):
     names: StateLayers
     layers: tuple[int, ...]  # in ascending order
     num_heads: int
-    num_key_heads: int  # divides `num_heads`; of a convolution alone, each channel is one
+    # Divides `num_heads`; of a convolution alone, each channel is one.
+    num_key_heads: int
     key_dim: int
     value_dim: int
     num_taps: int
@@ -178,7 +179,9 @@ class _RawMamba(msgspec.Struct):
     time_step_limit: tuple[float, float | _Infinity] | None = None
 
 
-def state_config(file: Path, names: StateLayers, fields: dict[str, object]) -> StateConfig:
+def state_config(
+    file: Path, names: StateLayers, fields: dict[str, object]
+) -> StateConfig:
     """Return the layers of a family whose row has `state`. Raises `ConfigError`."""
     if names.kind == "key_delta":
         return _key_delta(file, names, fields)
@@ -192,7 +195,9 @@ def state_config(file: Path, names: StateLayers, fields: dict[str, object]) -> S
     heads = raw.linear_num_value_heads
     key_heads = raw.linear_num_key_heads
     if heads % key_heads:
-        raise ConfigError(f"{file}: linear_num_key_heads must divide linear_num_value_heads")
+        raise ConfigError(
+            f"{file}: linear_num_key_heads must divide linear_num_value_heads"
+        )
     return StateConfig(
         names=names,
         layers=layers,
@@ -204,7 +209,9 @@ def state_config(file: Path, names: StateLayers, fields: dict[str, object]) -> S
     )
 
 
-def _key_delta(file: Path, names: StateLayers, fields: dict[str, object]) -> StateConfig:
+def _key_delta(
+    file: Path, names: StateLayers, fields: dict[str, object]
+) -> StateConfig:
     raw = converted(file, fields, _RawKeyDelta)
     of_layers = converted(file, fields, _RawLayers)
     given = raw.linear_attn_config
@@ -216,7 +223,8 @@ def _key_delta(file: Path, names: StateLayers, fields: dict[str, object]) -> Sta
             if full | {number - 1 for number in given.kda_layers} != set(layers):
                 raise ConfigError(f"{file}: linear_attn_config must name each layer")
         of_layers.layer_types = tuple(
-            "full_attention" if layer in full else "linear_attention" for layer in layers
+            "full_attention" if layer in full else "linear_attention"
+            for layer in layers
         )
     heads = given.num_heads or raw.linear_num_heads
     width = given.head_dim or raw.linear_head_dim
@@ -231,7 +239,9 @@ def _key_delta(file: Path, names: StateLayers, fields: dict[str, object]) -> Sta
     )
 
 
-def _mamba(file: Path, names: StateLayers, layers: tuple[int, ...], raw: _RawMamba) -> StateConfig:
+def _mamba(
+    file: Path, names: StateLayers, layers: tuple[int, ...], raw: _RawMamba
+) -> StateConfig:
     heads = raw.mamba_n_heads
     groups = raw.mamba_n_groups
     inner = raw.mamba_expand * raw.hidden_size
@@ -270,9 +280,14 @@ def state_tensors(config: StateConfig, layer: str, hidden_size: int) -> StateTen
     if kind != "conv":
         outputs = Units(config.num_heads, config.value_dim)
         # Of each head alone, or of all together.
-        norm = NormTensor(f"{block}norm", config.value_dim if kind == "delta" else outputs.size)
+        norm = NormTensor(
+            f"{block}norm", config.value_dim if kind == "delta" else outputs.size
+        )
     return StateTensors(
-        inputs=tuple(LinearTensors(block + name, units, hidden) for name, units in _inputs(config)),
+        inputs=tuple(
+            LinearTensors(block + name, units, hidden)
+            for name, units in _inputs(config)
+        ),
         taps=(f"{taps}.weight",),
         tap_biases=f"{taps}.bias" if config.has_tap_biases else None,
         num_channels=config.num_channels,
@@ -284,7 +299,9 @@ def state_tensors(config: StateConfig, layer: str, hidden_size: int) -> StateTen
         skips=f"{block}D" if kind == "mamba" else None,
         num_heads=config.num_heads,
         norm=norm,
-        output=LinearTensors(f"{block}out_proj", (hidden,), outputs, splits_inputs=True),
+        output=LinearTensors(
+            f"{block}out_proj", (hidden,), outputs, splits_inputs=True
+        ),
     )
 
 
@@ -297,7 +314,9 @@ def _key_delta_tensors(config: StateConfig, block: str, hidden: Units) -> StateT
         "b_proj": Units(config.num_heads),
     }
     return StateTensors(
-        inputs=tuple(LinearTensors(block + name, (of,), hidden) for name, of in inputs.items()),
+        inputs=tuple(
+            LinearTensors(block + name, (of,), hidden) for name, of in inputs.items()
+        ),
         taps=tuple(f"{block}{name}_conv1d.weight" for name in ("q", "k", "v")),
         tap_biases=None,
         num_channels=config.num_channels,
@@ -311,7 +330,8 @@ def _key_delta_tensors(config: StateConfig, block: str, hidden: Units) -> StateT
         norm=NormTensor(f"{block}o_norm", config.value_dim),
         output=LinearTensors(f"{block}o_proj", (hidden,), heads, splits_inputs=True),
         expansions=tuple(
-            LinearTensors(f"{block}{name}", (heads,), row) for name in ("g_b_proj", "f_b_proj")
+            LinearTensors(f"{block}{name}", (heads,), row)
+            for name in ("g_b_proj", "f_b_proj")
         ),
     )
 

@@ -94,7 +94,9 @@ def read_tasks(folder: Path, decoder: AnyConfig, convert: Convert) -> FolderTask
     tasks = ModelTasks(generates=head == "tokens", embedding_size=size)
     if convert == "none":
         if not tasks.generates:
-            raise ConfigError(f"{folder}: model.convert is none, but the model makes no tokens")
+            raise ConfigError(
+                f"{folder}: model.convert is none, but the model makes no tokens"
+            )
         return FolderTasks(tasks)
     if (folder / MODULES).is_file() and convert != "classify":
         return _of_modules(folder, decoder, tasks)
@@ -111,7 +113,9 @@ def read_tasks(folder: Path, decoder: AnyConfig, convert: Convert) -> FolderTask
         token_ids = tuple(_token_id(folder, name) for name in (*yes, no))
         return _of_tokens(folder, decoder, tasks, token_ids)
     if convert == "embed" or head == "none":
-        return FolderTasks(msgspec.structs.replace(tasks, embedding="last", normalizes=True))
+        return FolderTasks(
+            msgspec.structs.replace(tasks, embedding="last", normalizes=True)
+        )
     return FolderTasks(tasks)
 
 
@@ -123,7 +127,9 @@ def _of_modules(folder: Path, decoder: AnyConfig, tasks: ModelTasks) -> FolderTa
     if names == _SCORE:
         score = read_json(folder / modules[1].path / "config.json", _LogitScore)
         ids = (score.true_token_id, score.false_token_id)
-        return _of_tokens(folder, decoder, tasks, tuple(one for one in ids if one is not None))
+        return _of_tokens(
+            folder, decoder, tasks, tuple(one for one in ids if one is not None)
+        )
     if names not in (_EMBEDDING, [*_EMBEDDING, _NORMALIZE]):
         odd = [name for name in names if name not in (*_EMBEDDING, _NORMALIZE)] or names
         raise ConfigError(
@@ -154,11 +160,15 @@ def _pooling(file: Path) -> Pooling:
     fields = read_json(file, dict[str, object])
     chosen = converted(file, fields, _Pooling).pooling_mode
     if chosen is None:
-        chosen = tuple(name for flag, name in _FLAGS.items() if fields.get(flag)) or ("mean",)
+        chosen = tuple(name for flag, name in _FLAGS.items() if fields.get(flag)) or (
+            "mean",
+        )
     names = (chosen,) if isinstance(chosen, str) else chosen
     if len(names) != 1 or names[0] not in _POOLINGS:
         known = ", ".join(_POOLINGS)
-        raise ConfigError(f"{file}: baton does not pool by {' and '.join(names)}, only by {known}")
+        raise ConfigError(
+            f"{file}: baton does not pool by {' and '.join(names)}, only by {known}"
+        )
     pooling = _POOLINGS[names[0]]
     if pooling != "last" and fields.get("include_prompt") is False:
         raise ConfigError(f"{file}: include_prompt false is not supported")
@@ -170,7 +180,9 @@ def _of_tokens(
 ) -> FolderTasks:
     """Return the tasks of a model whose score is made of the logits of these tokens."""
     if not isinstance(decoder, DecoderConfig) or decoder.head != "tokens":
-        raise ConfigError(f"{folder}: only baton's own decoders with lm_head.weight make scores")
+        raise ConfigError(
+            f"{folder}: only baton's own decoders with lm_head.weight make scores"
+        )
     if not 1 <= len(token_ids) <= 2 or max(token_ids) >= decoder.vocab_size:
         raise ConfigError(
             f"{folder}: a score is computed from one or two tokens, not of {token_ids}"
@@ -187,5 +199,7 @@ def _token_id(folder: Path, name: str) -> int:
     if tokenizer.model.vocab is not msgspec.UNSET:
         token_ids |= tokenizer.model.vocab
     if name not in token_ids:
-        raise ConfigError(f"{file} has no token {name!r}, from which scores would be computed")
+        raise ConfigError(
+            f"{file} has no token {name!r}, from which scores would be computed"
+        )
     return token_ids[name]

@@ -28,7 +28,8 @@ class Units(msgspec.Struct, frozen=True):
 
     count: int
     width: int = 1
-    is_rotated: bool = False  # kernels take the numbers of each unit in the order of rotation
+    # Kernels take the numbers of each unit in the order of rotation.
+    is_rotated: bool = False
 
     @property
     def size(self) -> int:

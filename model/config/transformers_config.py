@@ -95,7 +95,9 @@ def check_for_transformers(folder: Path) -> tuple[str, str]:
             f"{raw.model_type!r} for {known.get(raw.model_type, 'no decoder')}"
         )
     text = raw.text_config or _Text()
-    is_quantized = raw.quantization_config is not None or text.quantization_config is not None
+    is_quantized = (
+        raw.quantization_config is not None or text.quantization_config is not None
+    )
     if is_quantized or any((folder / name).is_file() for name in QUANTIZATION_FILES):
         raise ConfigError(
             f"{file}: quantization_config: the weights are quantized, and baton computes with "
@@ -124,9 +126,14 @@ def _known_decoders() -> dict[str, str]:
     spec = importlib.util.find_spec("transformers")
     assert spec is not None, "transformers is installed with baton"
     assert spec.submodule_search_locations is not None
-    file = Path(spec.submodule_search_locations[0], "models", "auto", "modeling_auto.py")
+    file = Path(
+        spec.submodule_search_locations[0], "models", "auto", "modeling_auto.py"
+    )
     for node in ast.parse(file.read_bytes()).body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == _TABLE:
+        if (
+            isinstance(node, ast.Assign)
+            and getattr(node.targets[0], "id", "") == _TABLE
+        ):
             assert isinstance(node.value, ast.Call)
             pairs = ast.literal_eval(node.value.args[0])
             return {kind: name for kind, name in pairs if isinstance(name, str)}

@@ -66,7 +66,8 @@ class InProcessExecutor:
         error = self._error
         if self._results:
             if error is not None:
-                os.eventfd_write(self._event_fd, 1)  # the flag of the error may have been cleared
+                # The flag of the error may have been cleared.
+                os.eventfd_write(self._event_fd, 1)
             return self._results.popleft()
         if error is not None:
             raise error

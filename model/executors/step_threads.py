@@ -82,7 +82,9 @@ class SharedCpus:
                 self._numbers[slot + _PID] = os.getpid()
                 self._numbers[slot + _THREADS] = 0
                 return slot
-        raise ConfigError(f"more than {NUM_SLOTS} nodes share their CPUs (engine.shared_cpus)")
+        raise ConfigError(
+            f"more than {NUM_SLOTS} nodes share their CPUs (engine.shared_cpus)"
+        )
 
 
 # One thread computes fewer tokens just as fast, and leaves the other CPUs to the router.
@@ -93,12 +95,16 @@ class StepCpus:
     def __init__(self, engine: EngineConfig) -> None:
         """Raises `ConfigError` if the file (`engine.shared_cpus`) cannot be used."""
         self.share, *more = thread_counts(engine)
-        self._shared = SharedCpus(Path(engine.shared_cpus), self.share, more[0]) if more else None
+        self._shared = (
+            SharedCpus(Path(engine.shared_cpus), self.share, more[0]) if more else None
+        )
 
     def begin(self, num_tokens: int) -> None:
         """Set the calling thread's number of threads for a step of `num_tokens`."""
         if self._shared is not None:
-            torch.set_num_threads(self._shared.take(may_borrow=num_tokens >= MIN_TOKENS))
+            torch.set_num_threads(
+                self._shared.take(may_borrow=num_tokens >= MIN_TOKENS)
+            )
 
     def end(self) -> None:
         if self._shared is not None:
@@ -124,12 +130,18 @@ class _ReadAdapter(NamedTuple):
 class StepThreads:
     """The threads. The one that collects calls `take` with results, and last with an error."""
 
-    def __init__(self, cpus: StepCpus, take: TakeOutcome, profiler: StepProfiler) -> None:
+    def __init__(
+        self, cpus: StepCpus, take: TakeOutcome, profiler: StepProfiler
+    ) -> None:
         self._cpus = cpus
         self._profiler = profiler
         self._take = take
-        self._loading: queue.SimpleQueue[Report | LoadedRank | BaseException] = queue.SimpleQueue()
-        self._plans: queue.SimpleQueue[StepPlan | str | _ReadAdapter | None] = queue.SimpleQueue()
+        self._loading: queue.SimpleQueue[Report | LoadedRank | BaseException] = (
+            queue.SimpleQueue()
+        )
+        self._plans: queue.SimpleQueue[StepPlan | str | _ReadAdapter | None] = (
+            queue.SimpleQueue()
+        )
         self._launched: queue.SimpleQueue[int | NodeError | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._rank: LoadedRank | None = None
@@ -255,7 +267,9 @@ def _put(runner: Runner, read: _ReadAdapter) -> AdapterOutcome:
     try:
         runner.put_adapter(read.prepared)
     except Exception as error:  # noqa: BLE001  (if the device is broken, the next step fails)
-        return AdapterOutcome(read.outcome.load, problem=f"it cannot be used: {error!r}")
+        return AdapterOutcome(
+            read.outcome.load, problem=f"it cannot be used: {error!r}"
+        )
     return read.outcome
 
 

@@ -133,7 +133,10 @@ class PortPump:
     """The thread between the executor's socket and this rank's transfer agent."""
 
     def __init__(
-        self, port: TransferPort, stream: socket.socket, send: Callable[[FromWorker], None]
+        self,
+        port: TransferPort,
+        stream: socket.socket,
+        send: Callable[[FromWorker], None],
     ) -> None:
         stream.setblocking(False)
         self._port = port

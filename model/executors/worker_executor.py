@@ -82,9 +82,13 @@ class WorkerExecutor:
             if self._error is not None:
                 raise self._error
             if standstill.lasts([worker.progress for worker in self._workers]):
-                raise NodeError("the ranks make no progress in loading (node.start_timeout_s)")
+                raise NodeError(
+                    "the ranks make no progress in loading (node.start_timeout_s)"
+                )
             # The node watches as well, and the progress of any rank is that of its start.
-            _, done, total = zip(*(worker.progress for worker in self._workers), strict=True)
+            _, done, total = zip(
+                *(worker.progress for worker in self._workers), strict=True
+            )
             progress(waiting[0].progress[0], sum(done), sum(total))
         return _combined([worker.info for worker in self._workers if worker.info])
 
@@ -275,7 +279,9 @@ def environment_of(
 ) -> tuple[tuple[str, str], ...]:
     """Return the environment of a rank: its threads and, on GPUs, the GPUs with its own first."""
     threads = ("OMP_NUM_THREADS", str(threads_per_rank(engine)))
-    return (threads, (VISIBLE_GPUS, ",".join(gpus_of(rank)))) if is_on_gpus else (threads,)
+    return (
+        (threads, (VISIBLE_GPUS, ",".join(gpus_of(rank)))) if is_on_gpus else (threads,)
+    )
 
 
 def _combined(infos: Sequence[ExecutorInfo]) -> ExecutorInfo:
@@ -289,7 +295,9 @@ def _combined(infos: Sequence[ExecutorInfo]) -> ExecutorInfo:
     # Only the first rank has read all weights, so the models of the others are not compared.
     for rank, other in enumerate(infos):
         if msgspec.structs.replace(other, model=info.model, **shared) != info:
-            raise InvariantBroken(f"rank {rank} loaded another model or pool than rank 0")
+            raise InvariantBroken(
+                f"rank {rank} loaded another model or pool than rank 0"
+            )
     return info
 
 
@@ -313,14 +321,18 @@ def _agreed(results: Sequence[StepResult]) -> StepResult:
     )
     for rank, result in enumerate(results):
         pairs = zip(result.tokens, tokens, strict=True)
-        if result.step_id != first.step_id or any(both not in ((), ours) for ours, both in pairs):
+        if result.step_id != first.step_id or any(
+            both not in ((), ours) for ours, both in pairs
+        ):
             raise InvariantBroken(
                 f"step {first.step_id}: rank {rank} sampled other tokens than rank 0"
             )
     return msgspec.structs.replace(
         first,
         tokens=tokens,
-        failed=tuple(one for one in first.failed if all(one in each.failed for each in results)),
+        failed=tuple(
+            one for one in first.failed if all(one in each.failed for each in results)
+        ),
         started_s=min(result.started_s for result in results),
         ended_s=max(result.ended_s for result in results),
     )

@@ -113,7 +113,9 @@ class MessageSocket(Generic[T]):
         """Send a message whole and in order. Bytes that a full socket refuses wait for `flush`."""
         body = self._encoder.encode(message)
         if len(body) > MAX_MESSAGE_BYTES:
-            raise MalformedMessage(f"message of {len(body)} bytes exceeds {MAX_MESSAGE_BYTES}")
+            raise MalformedMessage(
+                f"message of {len(body)} bytes exceeds {MAX_MESSAGE_BYTES}"
+            )
         with self._lock:
             self._out += len(body).to_bytes(LENGTH_BYTES, "big") + body
             self._flush()

@@ -3,7 +3,14 @@
 import msgspec
 
 from baton.kernels.constants import GELU_TANH
-from baton.model.families.family import ALWAYS, MROPE, Experts, Family, LayerNames, Windows
+from baton.model.families.family import (
+    ALWAYS,
+    MROPE,
+    Experts,
+    Family,
+    LayerNames,
+    Windows,
+)
 
 _LLAVA = ("LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration")
 _INTERNVL = ("InternVLForConditionalGeneration",)
@@ -127,7 +134,10 @@ DENSE = (
         architecture="Qwen2_5_VLForConditionalGeneration",
         model_type="qwen2_5_vl_text",
         other_model_types=("qwen2_5_vl", "qwen2_vl_text", "qwen2_vl"),
-        wrappers=("Qwen2_5_VLForConditionalGeneration", "Qwen2VLForConditionalGeneration"),
+        wrappers=(
+            "Qwen2_5_VLForConditionalGeneration",
+            "Qwen2VLForConditionalGeneration",
+        ),
         defaults={
             "max_position_embeddings": 32768,
             "num_key_value_heads": 8,
@@ -222,7 +232,9 @@ DENSE = (
         has_output_norms=True,
         scales_embeddings=True,
         has_scalar=True,
-        windows=Windows(layers="pattern", period=6, reads_period=True, has_own_rope=True),
+        windows=Windows(
+            layers="pattern", period=6, reads_period=True, has_own_rope=True
+        ),
     ),
     msgspec.structs.replace(
         _GEMMA_4_UNIFIED,

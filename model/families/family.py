@@ -14,7 +14,9 @@ from baton.kernels.constants import SILU, Gate
 
 ALWAYS = "always"  # instead of the name of a field that says whether
 NEVER = "never"
-Routing = Literal["softmax", "sigmoid", "input_sigmoid", "grouped_softmax", "grouped_sigmoid"]
+Routing = Literal[
+    "softmax", "sigmoid", "input_sigmoid", "grouped_softmax", "grouped_sigmoid"
+]
 StateKind = Literal["delta", "key_delta", "mamba", "conv"]
 WindowedLayers = Literal["all", "upper", "alternate", "pattern"]
 # What the last hidden state goes into: a token's logits, nothing, or numbers for labels.
@@ -67,14 +69,17 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True):
     # All experts of a layer are in one tensor, [inputs, outputs] each, with gates and ups
     # interleaved, and they and the router have biases.
     is_interleaved: bool = False
-    least_sum: float = 1e-20  # added to the sum by which the weights of sigmoids are divided
+    # Added to the sum by which the weights of sigmoids are divided.
+    least_sum: float = 1e-20
     # Experts are in every layer, as wide as `intermediate_size`, and their weights sum to 1.
     fills_layers: bool = False
-    skips_first_layer: bool = False  # if config.json does not say which layers have experts
+    # If config.json does not say which layers have experts.
+    skips_first_layer: bool = False
     # All experts of a layer are in two tensors of these names: gates and ups, and downs.
     stacked: tuple[str, str] | None = None
     is_transposed: bool = False  # these have [inputs, outputs] of each expert
-    adds_mlp: bool = False  # every layer has the dense MLP, too, and a model may have no experts
+    # Every layer has the dense MLP, too, and a model may have no experts.
+    adds_mlp: bool = False
     switch: str = ""  # a field without which there are no experts
     # They and the dense MLP take the same sum, each by norms of its own.
     is_beside_mlp: bool = False
@@ -111,7 +116,8 @@ class StateLayers(msgspec.Struct, frozen=True, kw_only=True):
     block: str = "linear_attn"
     layer_types: tuple[str, ...] = ("linear_attention",)  # their names
     attention_types: tuple[str, ...] = ("full_attention",)  # those of the other layers
-    expands: bool = True  # of a Mamba: its heads together are `mamba_expand` times the hidden size
+    # Of a Mamba: its heads together are `mamba_expand` times the hidden size.
+    expands: bool = True
     # In the files, two tensors have what reads the hidden state, by heads of keys.
     joins_inputs: bool = False
 
@@ -123,14 +129,16 @@ class DraftNames(msgspec.Struct, frozen=True, kw_only=True):
     are those of the layout `model.layers.N.` that DeepSeek-V3 has.
     """
 
-    block: str = ""  # before all names; empty: that of the layer behind the model's last
+    # Before all names; empty: that of the layer behind the model's last.
+    block: str = ""
     layer: str = ""  # the same, of the layer alone
     embedding_norm: str = "enorm"
     hidden_norm: str = "hnorm"
     joint: str = "eh_proj"
     norm: str = "shared_head.norm"
     head: str = "shared_head.head"  # empty: the model's
-    feeds_normed: bool = False  # the next draft takes the hidden state behind the last norm
+    # The next draft takes the hidden state behind the last norm.
+    feeds_normed: bool = False
     # The field that says how many such layers there are; the first one drafts.
     count: str = "num_nextn_predict_layers"
 
@@ -153,10 +161,12 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
 
     title: str  # as people call its models
     architecture: str
-    base_architecture: str = ""  # without the head; empty: as the family's others are named
+    # Without the head; empty: as the family's others are named.
+    base_architecture: str = ""
     model_type: str
     other_model_types: tuple[str, ...] = ()
-    wrappers: tuple[str, ...] = ()  # architectures of models that also see; this is their text
+    # Architectures of models that also see; this is their text.
+    wrappers: tuple[str, ...] = ()
     defaults: dict[str, object] = {}
     renamed: dict[str, str] = {}  # fields that count instead of those of the new names
     refused: tuple[str, ...] = ()  # fields that change the result and are not supported
@@ -184,15 +194,20 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     partial_rotary_factor: float | None = None  # None: whole heads are rotated
     rope_types: dict[str, str] = {}  # other names of kinds of scaling
     rotates_neighbours: bool = False  # numbers that are rotated together are neighbours
-    has_chunks: bool = False  # most layers attend within chunks, and others do not rotate
-    has_lone_blocks: bool = False  # attention, states and MLPs are layers of their own in the files
-    has_kinds: bool = False  # layers that see everything have other heads than those with windows
+    # Most layers attend within chunks, and others do not rotate.
+    has_chunks: bool = False
+    # Attention, states and MLPs are layers of their own in the files.
+    has_lone_blocks: bool = False
+    # Layers that see everything have other heads than those with windows.
+    has_kinds: bool = False
     has_layer_inputs: bool = False  # of these, if config.json gives them a width
     latent: Latent | None = None
     state: StateLayers | None = None  # of the layers that do not attend
     experts: Experts | None = None
-    has_nextn_layers: bool = False  # num_nextn_predict_layers are in the files, and not read
-    guessing: tuple[str, ...] = ()  # what names of tensors that only guess tokens begin with
+    # num_nextn_predict_layers are in the files, and not read.
+    has_nextn_layers: bool = False
+    # What names of tensors that only guess tokens begin with.
+    guessing: tuple[str, ...] = ()
     draft: DraftNames | None = None  # how one of them can be computed
 
     def with_defaults(self, fields: dict[str, object]) -> dict[str, object]:

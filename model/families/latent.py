@@ -1,6 +1,13 @@
 """Rows of families with latent attention, which keep one row of a token for all heads."""
 
-from baton.model.families.family import DEEPSEEK_EXPERTS, NEXTN, Experts, Family, Index, Latent
+from baton.model.families.family import (
+    DEEPSEEK_EXPERTS,
+    NEXTN,
+    Experts,
+    Family,
+    Index,
+    Latent,
+)
 
 LATENT = (
     Family(
@@ -17,7 +24,10 @@ LATENT = (
         architecture="DeepseekV3ForCausalLM",
         model_type="deepseek_v3",
         other_model_types=("kimi_k2",),
-        wrappers=("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),
+        wrappers=(
+            "KimiK25ForConditionalGeneration",
+            "Kimi_K25ForConditionalGeneration",
+        ),
         defaults={"max_position_embeddings": 4096},
         latent=Latent(),
         experts=DEEPSEEK_EXPERTS,
@@ -49,7 +59,9 @@ LATENT = (
             "index_head_dim": 128,
             "index_topk": 2048,
         },
-        latent=Latent(is_interleaved=True, index=Index(is_interleaved=True, is_shared=True)),
+        latent=Latent(
+            is_interleaved=True, index=Index(is_interleaved=True, is_shared=True)
+        ),
         experts=DEEPSEEK_EXPERTS,
         has_nextn_layers=True,
     ),
@@ -59,7 +71,9 @@ LATENT = (
         model_type="glm4_moe_lite",
         defaults={"max_position_embeddings": 202752, "rms_norm_eps": 1e-5},
         latent=Latent(),
-        experts=Experts(routing="grouped_sigmoid", shared="shared_experts", skips_first_layer=True),
+        experts=Experts(
+            routing="grouped_sigmoid", shared="shared_experts", skips_first_layer=True
+        ),
         has_nextn_layers=True,
         draft=NEXTN,
     ),

@@ -102,7 +102,9 @@ MIXTURES = (
             "num_experts_per_tok": 2,
         },
         windows=Windows(reads_layer_types=False),
-        experts=Experts(block="block_sparse_moe", gate="w1", up="w3", down="w2", fills_layers=True),
+        experts=Experts(
+            block="block_sparse_moe", gate="w1", up="w3", down="w2", fills_layers=True
+        ),
     ),
     Family(
         title="Llama 4",

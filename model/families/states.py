@@ -206,11 +206,19 @@ STATES = (
             "conv_L_cache": 3,
             "block_auto_adjust_ff_dim": True,
         },
-        renamed={"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"},
+        renamed={
+            "block_ff_dim": "intermediate_size",
+            "tie_embedding": "tie_word_embeddings",
+        },
         refused=("conv_bias",),
         qk_norm=ALWAYS,
         names=LayerNames(
-            "operator_norm", "ffn_norm", "q_layernorm", "k_layernorm", "out_proj", "embedding_norm"
+            "operator_norm",
+            "ffn_norm",
+            "q_layernorm",
+            "k_layernorm",
+            "out_proj",
+            "embedding_norm",
         ),
         norm_eps="norm_eps",
         mlp=MlpNames("feed_forward", ("w1", "w3"), "w2"),
@@ -237,7 +245,12 @@ STATES = (
         refused=("conv_bias",),
         qk_norm=ALWAYS,
         names=LayerNames(
-            "operator_norm", "ffn_norm", "q_layernorm", "k_layernorm", "out_proj", "embedding_norm"
+            "operator_norm",
+            "ffn_norm",
+            "q_layernorm",
+            "k_layernorm",
+            "out_proj",
+            "embedding_norm",
         ),
         norm_eps="norm_eps",
         mlp=MlpNames("feed_forward", ("w1", "w3"), "w2"),

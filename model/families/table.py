@@ -10,7 +10,9 @@ FAMILIES = (*DENSE, *MIXTURES, *LATENT, *STATES)
 BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
 # Those that make no tokens, each with its head.
 OTHER_HEADS = {
-    name: (family, head) for family in FAMILIES for name, head in family.other_architectures.items()
+    name: (family, head)
+    for family in FAMILIES
+    for name, head in family.other_architectures.items()
 }
 BY_MODEL_TYPE = {family.model_type: family for family in FAMILIES}
 WRAPPERS = {name for family in FAMILIES for name in family.wrappers}

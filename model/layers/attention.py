@@ -31,7 +31,8 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     start: int
     length: int
     block_table: tuple[int, ...]
-    state: tuple[int, ...] = ()  # the blocks of the sequence's state, if the model has one
+    # The blocks of the sequence's state, if the model has one.
+    state: tuple[int, ...] = ()
     num_held: int = 0  # the first tokens, which the state has already
 
     @property
@@ -117,16 +118,19 @@ class Scoring(NamedTuple):
     scale: float
     window: int | None = None  # keys that a query sees, itself included
     softcap: float | None = None  # a score becomes softcap * tanh(score / softcap)
-    sinks: Tensor | None = None  # [num_heads] fp32: scores of a key whose value is zeros
+    # [num_heads] fp32: scores of a key whose value is zeros.
+    sinks: Tensor | None = None
 
 
 class Keys(NamedTuple):
     """How a layer rotates, which keys it sees, and where they are."""
 
     rotation: int = 0  # the number of the backend's rotary table
-    chunk_size: int = 0  # tokens of the chunks in which it attends; 0: it sees all before a query
+    # Tokens of the chunks in which it attends; 0: it sees all before a query.
+    chunk_size: int = 0
     are_wide: bool = False  # its heads are those of `WideHeads`
-    are_stored: bool = True  # False: it has queries alone, and reads what an earlier layer stored
+    # False: it has queries alone, and reads what an earlier layer stored.
+    are_stored: bool = True
 
 
 PLAIN_KEYS = Keys()
@@ -191,7 +195,8 @@ class WideHeads(NamedTuple):
 class IndexPool(NamedTuple):
     """What a backend knows of the indexes of sparse attention."""
 
-    keys: Tensor  # [num_blocks, 1, num_layers, 1, block_size, head_dim], in the pool's blocks
+    # [num_blocks, 1, num_layers, 1, block_size, head_dim], in the pool's blocks.
+    keys: Tensor
     num_heads: int
     num_chosen: int
 
@@ -230,7 +235,11 @@ class Backend(Protocol):
         ...
 
     def attend(
-        self, layer: int, qkv: Tensor, head_norms: Tensor | None, rows: Tensor | None = None
+        self,
+        layer: int,
+        qkv: Tensor,
+        head_norms: Tensor | None,
+        rows: Tensor | None = None,
     ) -> Tensor:
         """Store the batch's keys and values, and return `[num_tokens, num_heads * head_dim]`.
 
@@ -300,7 +309,8 @@ def pool_suffix(pool: Tensor) -> str:
 
 
 PLAIN_PARTS = PoolParts()
-QUERIES = 128  # queries of one sequence at a time, which bounds the memory for their scores
+# Queries of one sequence at a time, which bounds the memory for their scores.
+QUERIES = 128
 
 
 class PlainBackend:
@@ -309,9 +319,11 @@ class PlainBackend:
 
     def __init__(
         self,
-        pool: Tensor,  # [num_blocks, kv_heads, num_layers, 2 or 1, block_size, head_dim]
+        # [num_blocks, kv_heads, num_layers, 2 or 1, block_size, head_dim].
+        pool: Tensor,
         num_heads: int,
-        tables: Sequence[Tensor],  # rotary: [max_position, rotary_dim], of a head's last numbers
+        # Rotary: [max_position, rotary_dim], of a head's last numbers.
+        tables: Sequence[Tensor],
         eps: float,
         parts: PoolParts = PLAIN_PARTS,
     ) -> None:
@@ -330,7 +342,8 @@ class PlainBackend:
     def begin(self, batch: Batch) -> None:
         self._batch = batch
         self._views: dict[tuple[int, bool], tuple[Tensor, Tensor, Tensor]] = {}
-        self._seen: list[Tensor] | None = None  # by a piece of a chunk: the keys of each query
+        # By a piece of a chunk: the keys of each query.
+        self._seen: list[Tensor] | None = None
 
     def _view(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the tables, the starts and the lengths of what queries see."""
@@ -341,7 +354,10 @@ class PlainBackend:
             if self.keys.are_wide:
                 assert self._wide is not None, "the layers are said to be wide"
                 tables = torch.tensor(
-                    [self._wide.block_table(self.pool, blocks) for blocks in tables.tolist()]
+                    [
+                        self._wide.block_table(self.pool, blocks)
+                        for blocks in tables.tolist()
+                    ]
                 )
             self._views[which] = tables, starts, lengths
         return self._views[which]
@@ -362,7 +378,11 @@ class PlainBackend:
         return torch.tensor(tables), torch.tensor(starts), torch.tensor(lengths)
 
     def attend(
-        self, layer: int, qkv: Tensor, head_norms: Tensor | None, rows: Tensor | None = None
+        self,
+        layer: int,
+        qkv: Tensor,
+        head_norms: Tensor | None,
+        rows: Tensor | None = None,
     ) -> Tensor:
         batch = self._batch
         heads = self.num_heads
@@ -381,7 +401,9 @@ class PlainBackend:
         if not self.keys.are_stored:
             k = v = own[:, :1].expand(-1, pool.shape[1], -1)
             slots = torch.full_like(slots, -1)
-        q_norm, k_norm = (None, None) if head_norms is None else (head_norms[0], head_norms[-1])
+        q_norm, k_norm = (
+            (None, None) if head_norms is None else (head_norms[0], head_norms[-1])
+        )
         q = reference.rope_and_store(
             q,
             k,
@@ -418,7 +440,9 @@ class PlainBackend:
         )
         self._seen = []
         tables, starts, lengths = self._view()
-        for table, length, first, end in zip(tables, lengths, starts, starts[1:], strict=False):
+        for table, length, first, end in zip(
+            tables, lengths, starts, starts[1:], strict=False
+        ):
             keys = sparse_reference.paged_keys(index.keys, layer, table, int(length))
             rows = slice(int(first), int(end))
             scores = sparse_reference.index_scores(q[rows], weights[rows], keys)
@@ -432,11 +456,17 @@ class PlainBackend:
             inputs, gates = state_reference.gated_inputs(x)
             mixed = [
                 self._states.convolve(
-                    layer, inputs[one.row : one.row + one.length], weights, one.state, one.start
+                    layer,
+                    inputs[one.row : one.row + one.length],
+                    weights,
+                    one.state,
+                    one.start,
                 )
                 for one in self._batch.chunks
             ]
-            return state_reference.gated_outputs(torch.cat(mixed).flatten(1), gates, rows)
+            return state_reference.gated_outputs(
+                torch.cat(mixed).flatten(1), gates, rows
+            )
         decays, betas = state_reference.gate_steps(x, weights.gates)
         parts = []
         for chunk in self._batch.chunks:

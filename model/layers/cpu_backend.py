@@ -55,7 +55,9 @@ def cpu_library(
         library = load_library(is_bf16=is_bf16, progress=progress, fp8_pool=fp8_pool)
     except KernelsUnavailable as error:
         if wanted == "compiled":
-            raise ConfigError(f"engine.kernels: {error}; auto computes with plain torch") from error
+            raise ConfigError(
+                f"engine.kernels: {error}; auto computes with plain torch"
+            ) from error
         log.warning("computing with plain torch, which is slower", reason=str(error))
         return None
     if library.not_kept:
@@ -74,7 +76,8 @@ class _View:
     kernels: CpuKernels
     slots: Tensor  # [num_tokens] int64
     tables: NDArray[np.int32]  # the block tables one after the other
-    chunks: NDArray[np.int64]  # [num_chunks, 4]: row, tokens, first position, start of a table
+    # [num_chunks, 4]: row, tokens, first position, start of a table.
+    chunks: NDArray[np.int64]
     work: AttentionWork
     is_decoding: bool  # every sequence has one row
 
@@ -100,15 +103,19 @@ class CpuBackend:
     def __init__(
         self,
         library: CpuLibrary,
-        pool: Tensor,  # [num_blocks, kv_heads, num_layers, 2 or 1, block_size, head_dim]
+        # [num_blocks, kv_heads, num_layers, 2 or 1, block_size, head_dim].
+        pool: Tensor,
         num_heads: int,
-        tables: Sequence[Tensor],  # rotary: [max_position, rotary_dim], of a head's last numbers
+        # Rotary: [max_position, rotary_dim], of a head's last numbers.
+        tables: Sequence[Tensor],
         eps: float,
         parts: PoolParts = PLAIN_PARTS,
     ) -> None:
         # Attention with bf16 products has other bits, which also depend on the CPU. The rules of
         # linear layers, which use the same instruction, tell such CPUs apart.
-        self.name = ("compiled-bf16" if library.in_pairs else "compiled") + pool_suffix(pool)
+        self.name = ("compiled-bf16" if library.in_pairs else "compiled") + pool_suffix(
+            pool
+        )
         self.block_size, self.head_dim = pool.shape[4], reference.pool_head_dim(pool)
         self.eps = eps
         self.scoring = Scoring(self.head_dim**-0.5)
@@ -120,7 +127,9 @@ class CpuBackend:
         if self._wide is not None:
             self._wide_kernels = CpuKernels(library, self._wide.view(pool), num_heads)
         self._states = None if states is None else CpuStates(library, pool, states)
-        self._sparse = None if index is None else CpuSparse(library, self._kernels, pool, *index)
+        self._sparse = (
+            None if index is None else CpuSparse(library, self._kernels, pool, *index)
+        )
         self.keys = PLAIN_KEYS
         self._angles = [table.contiguous() for table in tables]
 
@@ -133,12 +142,19 @@ class CpuBackend:
             self._sparse.begin(view.tables, view.chunks)
         if self._states is not None:
             self._state_work = state_work(
-                [(one.row, one.length, one.start, one.num_held) for one in batch.chunks],
+                [
+                    (one.row, one.length, one.start, one.num_held)
+                    for one in batch.chunks
+                ],
                 [*chain.from_iterable(one.state for one in batch.chunks)],
             )
 
     def attend(
-        self, layer: int, qkv: Tensor, head_norms: Tensor | None, rows: Tensor | None = None
+        self,
+        layer: int,
+        qkv: Tensor,
+        head_norms: Tensor | None,
+        rows: Tensor | None = None,
     ) -> Tensor:
         view = self._view()
         q = view.kernels.rope_and_store(
@@ -159,7 +175,9 @@ class CpuBackend:
                 return q.flatten(1)
         if self._sparse is not None:
             chunks = view.chunks if wanted is None else view.chunks_of(wanted)
-            return self._sparse.attend(q, layer, wanted, chunks, self.scoring.scale).flatten(1)
+            return self._sparse.attend(
+                q, layer, wanted, chunks, self.scoring.scale
+            ).flatten(1)
         work = view.work
         if wanted is not None:
             work = view.kernels.attention_work(view.tables, view.chunks_of(wanted))
@@ -203,7 +221,9 @@ class CpuBackend:
         which = self.keys.chunk_size, self.keys.are_wide
         if which not in self._views:
             parts = within(self._batch.chunks, self.keys.chunk_size, self.block_size)
-            used = [part.block_table[: -(-part.end // self.block_size)] for part in parts]
+            used = [
+                part.block_table[: -(-part.end // self.block_size)] for part in parts
+            ]
             kernels = self._kernels
             slots = self._batch.slots
             if self.keys.are_wide:
@@ -223,7 +243,9 @@ class CpuBackend:
             tables = np.fromiter(chain.from_iterable(used), np.int32)
             work = kernels.attention_work(tables, chunks)
             is_decoding = len(chunks) == self._batch.num_tokens
-            self._views[which] = _View(kernels, slots, tables, chunks, work, is_decoding)
+            self._views[which] = _View(
+                kernels, slots, tables, chunks, work, is_decoding
+            )
         return self._views[which]
 
     def add_rms_norm(
@@ -238,4 +260,5 @@ class CpuBackend:
         self._kernels.soft_cap(x, softcap)
 
     def add_experts(self, rows: Tensor, weights: Tensor) -> Tensor:
-        return reference.add_experts(rows, weights)  # far less work than the experts' products
+        # Far less work than the experts' products.
+        return reference.add_experts(rows, weights)

@@ -55,7 +55,8 @@ class CudaBackend:
         """`is_ordered` merges keys in one order, so a row's bits do not depend on the batch."""
         self.name = ("triton-ordered" if is_ordered else "triton") + pool_suffix(pool)
         self.is_batch_invariant = is_ordered
-        self.pool = pool  # [num_blocks, kv_heads, num_layers, 2 or 1, block_size, head_dim]
+        # [num_blocks, kv_heads, num_layers, 2 or 1, block_size, head_dim].
+        self.pool = pool
         self.num_heads = num_heads
         self.kv_heads, self.block_size = pool.shape[1], pool.shape[4]
         self.head_dim = reference.pool_head_dim(pool)
@@ -78,7 +79,11 @@ class CudaBackend:
             self._num_seen = seen.to(torch.int32)
 
     def attend(
-        self, layer: int, qkv: Tensor, head_norms: Tensor | None, rows: Tensor | None = None
+        self,
+        layer: int,
+        qkv: Tensor,
+        head_norms: Tensor | None,
+        rows: Tensor | None = None,
     ) -> Tensor:
         q = self._stored(layer, qkv.view(len(qkv), -1, self.head_dim), head_norms)
         if self._index is not None:
@@ -128,11 +133,15 @@ class CudaBackend:
         heads = self.num_heads
         kv_heads = self.kv_heads
         if self.pool.shape[3] == 1:
-            return turn_and_store(qkv, self._positions, angles, self.pool, layer, self._slots)
+            return turn_and_store(
+                qkv, self._positions, angles, self.pool, layer, self._slots
+            )
         q = qkv[:, :heads]
         k = qkv[:, heads : heads + kv_heads]
         v = qkv[:, heads + kv_heads :]
-        q_norm, k_norm = (None, None) if head_norms is None else (head_norms[0], head_norms[heads])
+        q_norm, k_norm = (
+            (None, None) if head_norms is None else (head_norms[0], head_norms[heads])
+        )
         return rope_and_store(
             q,
             k,
@@ -156,7 +165,9 @@ class CudaBackend:
         index = self._index
         assert index is not None, "the model has an index"
         own = heads.view(len(heads), index.num_heads + 1, -1)
-        q = turn_and_store(own, self._positions, self._angles[0], index.keys, layer, self._slots)
+        q = turn_and_store(
+            own, self._positions, self._angles[0], index.keys, layer, self._slots
+        )
         self._chosen = choose_keys(
             q,
             weights,
@@ -168,7 +179,9 @@ class CudaBackend:
             index.num_chosen,
         )
 
-    def _attend_chosen(self, q: Tensor, layer: int, num_chosen: int, rows: Tensor | None) -> Tensor:
+    def _attend_chosen(
+        self, q: Tensor, layer: int, num_chosen: int, rows: Tensor | None
+    ) -> Tensor:
         """Return the attention of queries to the keys that were chosen last, each by itself."""
         chosen = self._chosen
         num_seen = self._num_seen.clamp(max=num_chosen)
@@ -233,7 +246,10 @@ def missing_for_index(num_heads: int, head_dim: int) -> str:
 
 
 def missing_for(
-    pool_shape: tuple[int, ...], num_heads: int, rotary_dim: int, capability: tuple[int, int]
+    pool_shape: tuple[int, ...],
+    num_heads: int,
+    rotary_dim: int,
+    capability: tuple[int, int],
 ) -> str:
     """Return why the kernels cannot serve this model and pool; empty if they can.
 
@@ -241,7 +257,9 @@ def missing_for(
     """
     _, kv_heads, _, planes, block_size, head_dim = pool_shape
     if capability < LEAST_CAPABILITY:
-        least, found = (".".join(map(str, one)) for one in (LEAST_CAPABILITY, capability))
+        least, found = (
+            ".".join(map(str, one)) for one in (LEAST_CAPABILITY, capability)
+        )
         return f"the GPU has compute capability {found}; CUDA kernels need {least} (Ampere)"
     is_latent = planes == 1
     if is_latent and (head_dim - rotary_dim > MAX_LATENT or rotary_dim > MAX_ROTATED):
@@ -252,11 +270,12 @@ def missing_for(
     if not is_latent and head_dim not in HEAD_DIMS:
         return f"heads of {head_dim} have no CUDA kernel (those of {_listed(HEAD_DIMS)} have one)"
     if block_size not in BLOCK_SIZES:
-        return (
-            f"cache.block_size: {block_size} has no CUDA kernel; set it to {_listed(BLOCK_SIZES)}"
-        )
+        sizes = _listed(BLOCK_SIZES)
+        return f"cache.block_size: {block_size} has no CUDA kernel; set it to {sizes}"
     if (group := num_heads // kv_heads) > MAX_GROUP and not is_latent:
-        return f"{group} query heads share a KV head; CUDA kernels take up to {MAX_GROUP}"
+        return (
+            f"{group} query heads share a KV head; CUDA kernels take up to {MAX_GROUP}"
+        )
     return ""
 
 

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from baton.kernels.state_reference import StateWeights
 from baton.model.batch_invariance.row_rule import ByRows, at_once
-from baton.model.layers.attention import PLAIN_KEYS, AdaptedRows, Backend, Batch, Keys, Scoring
+from baton.model.layers.attention import (
+    PLAIN_KEYS,
+    AdaptedRows,
+    Backend,
+    Batch,
+    Keys,
+    Scoring,
+)
 from baton.model.layers.latent_attention import LatentAttention
 from baton.model.layers.layer_parts import (
     ExpandedGates,
@@ -47,7 +54,8 @@ class DecoderLayer:
     scoring: Scoring | None = None  # None: the backend's
     packing: Packing | None = None
     keys: Keys = PLAIN_KEYS
-    state: StateWeights | None = None  # of a layer that keeps a state, whose inputs are `qkv`
+    # Of a layer that keeps a state, whose inputs are `qkv`.
+    state: StateWeights | None = None
     num_gates: int = 0  # the last outputs of `qkv`, which gate what attention gives
     query_scales: QueryScales | None = None
     beside: ExpertsBeside | None = None
@@ -61,7 +69,8 @@ class Decoder:
     embedding: Tensor  # [vocab, hidden]
     layers: tuple[DecoderLayer, ...]
     final_norm: Tensor  # [hidden]
-    head: Linear | None  # [vocab, hidden], or this rank's rows of it; None: it makes no tokens
+    # [vocab, hidden], or this rank's rows of it; None: it makes no tokens.
+    head: Linear | None
     head_is_split: bool
     eps: float
     ranks: Ranks
@@ -99,13 +108,16 @@ class Decoder:
 
     def forward(self, batch: Batch, rows: Tensor, backend: Backend) -> Tensor:
         """Store the batch's keys and values; return the logits of `rows`."""
-        return self.logits(self.hidden(batch, rows, backend), backend, batch.adapted_outputs)
+        return self.logits(
+            self.hidden(batch, rows, backend), backend, batch.adapted_outputs
+        )
 
     def logits(
         self, hidden: Tensor, backend: Backend, adapted: AdaptedRows | None = None
     ) -> Tensor:
         """Return `[num_rows, vocab]`. `adapted` are the rows of `hidden` that adapters change."""
-        if not len(hidden) or self.head is None:  # a device warms up with tokens in any case
+        # A device warms up with tokens in any case.
+        if not len(hidden) or self.head is None:
             return hidden.new_zeros(len(hidden), len(self.embedding))
         logits = self.head(hidden)
         if adapted is not None and self.replacements.heads:
@@ -142,7 +154,9 @@ class Decoder:
             self.replacements.embed(embedded, batch.token_ids, batch.adapted)
         if self.embedding_scale is not None:
             embedded = embedded * self.embedding_scale
-        x, _ = self.through(embedded, batch, rows, backend, are_many=are_many, taps=taps)
+        x, _ = self.through(
+            embedded, batch, rows, backend, are_many=are_many, taps=taps
+        )
         return x
 
     def through(
@@ -242,7 +256,12 @@ class Decoder:
         return backend.add_rms_norm(x, stream, self.final_norm, self.eps)
 
     def _ended(
-        self, number: int, backend: Backend, inputs: Tensor | None, x: Tensor, residual: Tensor
+        self,
+        number: int,
+        backend: Backend,
+        inputs: Tensor | None,
+        x: Tensor,
+        residual: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         """Return what is added next, and to what, if anything."""
         end = self.layers[number].end

@@ -72,7 +72,9 @@ class NextnHead:
         decoder = self.decoder
         backend.begin(batch)
         embedded = F.embedding(batch.token_ids, decoder.embedding)
-        embedded, _ = backend.add_rms_norm(embedded, None, self.embedding_norm, decoder.eps)
+        embedded, _ = backend.add_rms_norm(
+            embedded, None, self.embedding_norm, decoder.eps
+        )
         states, _ = backend.add_rms_norm(states, None, self.hidden_norm, decoder.eps)
         x = self.joint(torch.cat((embedded, states), dim=1))
         normed, stream = decoder.through(x, batch, rows, backend)
@@ -90,7 +92,8 @@ class EagleHead:
     hidden_norm: Tensor
     decoder: Decoder  # of one layer, whose first norm is that of embeddings
     tapped: tuple[int, ...]
-    target_ids: Tensor | None  # [draft vocabulary]: the tokens of the model; None: the same
+    # [draft vocabulary]: the tokens of the model; None: the same.
+    target_ids: Tensor | None
     vocab_size: int  # of the model
 
     def linears(self) -> Iterator[Linear]:
@@ -107,7 +110,9 @@ class EagleHead:
         (layer,) = decoder.layers
         backend.begin(batch)
         embedded = F.embedding(batch.token_ids, decoder.embedding)
-        embedded, _ = backend.add_rms_norm(embedded, None, layer.attention_norm, decoder.eps)
+        embedded, _ = backend.add_rms_norm(
+            embedded, None, layer.attention_norm, decoder.eps
+        )
         normed, _ = backend.add_rms_norm(states, None, self.hidden_norm, decoder.eps)
         x = layer.qkv(torch.cat((embedded, normed), dim=1))
         x = decoder.attend(0, backend, batch.positions, x, rows)

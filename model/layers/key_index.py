@@ -33,14 +33,18 @@ class KeyIndex:
     key_norm: Tensor  # [2, head_dim] in fp32: the weight and the bias
     weights: Linear  # [num_heads, hidden] in fp32
 
-    def packed(self, q_row: Tensor, key: Tensor, hidden: Tensor, backend: Backend) -> Tensor:
+    def packed(
+        self, q_row: Tensor, key: Tensor, hidden: Tensor, backend: Backend
+    ) -> Tensor:
         """Return queries, key and the bits of the heads' weights side by side, `[num_tokens, …]`.
 
         `q_row` is `[num_tokens, q_lora_rank]`, and `key`, `[num_tokens, head_dim]`, has no norm
         yet. The weights stay in fp32, so each takes the room of two bf16 numbers.
         """
         normed = backend.layer_norm(key, self.key_norm, INDEX_EPS)
-        weights = self.weights(hidden.float()) * (self.num_heads * self.head_dim) ** -0.5
+        weights = (
+            self.weights(hidden.float()) * (self.num_heads * self.head_dim) ** -0.5
+        )
         return torch.cat((self.queries(q_row), normed, weights.view(key.dtype)), dim=1)
 
     def parted(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,7 +79,9 @@ class IndexWeights(NamedTuple):
     is_interleaved: bool
 
 
-def make_index(weights: IndexWeights, make: Callable[[Tensor], Linear]) -> tuple[Tensor, KeyIndex]:
+def make_index(
+    weights: IndexWeights, make: Callable[[Tensor], Linear]
+) -> tuple[Tensor, KeyIndex]:
     """Return the weight that makes keys of hidden states, and the rest of the index."""
     num_heads, head_dim, _ = weights.queries.shape
     order = _order(head_dim, weights.rotated, is_interleaved=weights.is_interleaved)

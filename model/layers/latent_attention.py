@@ -34,7 +34,8 @@ class LatentAttention:
     row_norm: Tensor  # [kv_lora_rank]
     keys: GroupedLinear  # of each head: [kv_lora_rank, qk_nope_head_dim]
     values: GroupedLinear  # of each head: [v_head_dim, kv_lora_rank]
-    index: KeyIndex | None  # None: the layer sees all keys, or those of the last index before it
+    # None: the layer sees all keys, or those of the last index before it.
+    index: KeyIndex | None
 
     def packed(self, x: Tensor, hidden: Tensor, backend: Backend) -> Tensor:
         """Return what `Backend.attend` takes: a token's queries by head, then the row to store.
@@ -57,7 +58,10 @@ class LatentAttention:
         q = q.reshape(len(x), heads, sizes.qk_head_dim)
         absorbed = self._by_head(self.keys, q[..., : sizes.qk_nope_head_dim])
         out = x.new_empty(len(x), heads + 1, sizes.row_dim)
-        out[:, :heads, :rank], out[:, :heads, rank:] = absorbed, q[..., sizes.qk_nope_head_dim :]
+        out[:, :heads, :rank], out[:, :heads, rank:] = (
+            absorbed,
+            q[..., sizes.qk_nope_head_dim :],
+        )
         out[:, heads, :rank], out[:, heads, rank:] = latent, row[:, rank:]
         if self.index is None:
             return out.flatten(1)
@@ -67,7 +71,9 @@ class LatentAttention:
     def expanded(self, mixed: Tensor) -> Tensor:
         """Return values, `[num_rows, num_heads * v_head_dim]`, for rows that attention mixed."""
         rows = mixed.view(len(mixed), self.num_heads, -1)
-        return self._by_head(self.values, rows[..., : self.sizes.kv_lora_rank]).flatten(1)
+        return self._by_head(self.values, rows[..., : self.sizes.kv_lora_rank]).flatten(
+            1
+        )
 
     def _by_head(self, matrices: GroupedLinear, x: Tensor) -> Tensor:
         """Return `[num_rows, num_heads, outputs]` for `[num_rows, num_heads, inputs]`."""

@@ -33,7 +33,9 @@ class JoinedNorms:
         size = self.ranks.size
         ends = len(self.queries) // size, len(self.keys) * self.copies // size
         *parts, values = torch.split(x, [*ends, x.shape[1] - sum(ends)], dim=1)
-        for number, (norm, copies) in enumerate(((self.queries, 1), (self.keys, self.copies))):
+        for number, (norm, copies) in enumerate(
+            ((self.queries, 1), (self.keys, self.copies))
+        ):
             width = parts[number].shape[1]
             every = self.ranks.all_gather(parts[number]).view(len(x), size, width)
             every = every[:, ::copies].reshape(len(x), -1)
@@ -49,7 +51,8 @@ class ValueNorms:
 
     weight: Tensor  # [head_dim] ones
     kv_heads: int  # of this rank
-    are_keys: bool  # the projection has no values; they are the keys before any norm or rotation
+    # The projection has no values; they are the keys before any norm or rotation.
+    are_keys: bool
     eps: float
 
     def __call__(self, x: Tensor, backend: Backend) -> Tensor:
@@ -58,7 +61,9 @@ class ValueNorms:
         rest, values = torch.split(x, [x.shape[1] - width, width], dim=1)
         heads = values.reshape(-1, len(self.weight))
         normed, _ = backend.add_rms_norm(heads, None, self.weight, self.eps)
-        return torch.cat((x if self.are_keys else rest, normed.view(len(x), width)), dim=1)
+        return torch.cat(
+            (x if self.are_keys else rest, normed.view(len(x), width)), dim=1
+        )
 
 
 @dataclass(slots=True, frozen=True)
@@ -75,7 +80,9 @@ class ExpandedGates:
         end = self.start + self.width
         gates = self.gates(x[:, self.start : end].contiguous())
         steps = self.steps(x[:, end : end + self.width].contiguous())
-        return torch.cat((x[:, : self.start], gates, steps, x[:, end + self.width :]), dim=1)
+        return torch.cat(
+            (x[:, : self.start], gates, steps, x[:, end + self.width :]), dim=1
+        )
 
     def linears(self) -> Iterator[Linear]:
         yield from (self.gates, self.steps)
@@ -119,7 +126,9 @@ class ExpertsBeside:
         weights, chosen = self.experts.router(to_router)
         x, _ = backend.add_rms_norm(stream, None, self.input_norm, self.eps)
         y = self.experts.of(x, weights * self.expert_scales[chosen], chosen, backend)
-        y, _ = backend.add_rms_norm(self.ranks.all_reduce(y), None, self.output_norm, self.eps)
+        y, _ = backend.add_rms_norm(
+            self.ranks.all_reduce(y), None, self.output_norm, self.eps
+        )
         mlp, _ = backend.add_rms_norm(mlp, None, self.mlp_norm, self.eps)
         return mlp + y
 
@@ -143,7 +152,9 @@ class LayerInputs:
         own = F.embedding(token_ids, self.embedding) * self.scale
         projected = self.projection(embedded) * self.projection_scale
         width = len(self.norm)
-        normed, _ = backend.add_rms_norm(projected.view(-1, width), None, self.norm, self.eps)
+        normed, _ = backend.add_rms_norm(
+            projected.view(-1, width), None, self.norm, self.eps
+        )
         return (normed + own.view(-1, width)).mul(0.5**0.5).view(len(own), -1, width)
 
 

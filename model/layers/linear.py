@@ -15,7 +15,8 @@ from baton.kernels.cpu.threads import MIN_SHARED_NS
 from baton.model.batch_invariance.row_rule import RowRule, num_threads
 from baton.model.layers.attention import AdaptedRows
 
-Product = Callable[[Tensor, Tensor], Tensor]  # rows [M, in], weight [out, in] -> [M, out]
+# Rows [M, in], weight [out, in] -> [M, out].
+Product = Callable[[Tensor, Tensor], Tensor]
 # Adds to the outputs [M, out] what adapters make of the inputs [M, in] of their rows.
 Adaptation = Callable[[Tensor, Tensor, AdaptedRows], Tensor]
 
@@ -24,7 +25,11 @@ Adaptation = Callable[[Tensor, Tensor, AdaptedRows], Tensor]
 NS_PER_WEIGHT = 0.03
 NS_PER_MULTIPLICATION = 0.0046
 
-PACKED_OPS = ("_is_mkldnn_bf16_supported", "_reorder_linear_weight", "_linear_pointwise")
+PACKED_OPS = (
+    "_is_mkldnn_bf16_supported",
+    "_reorder_linear_weight",
+    "_linear_pointwise",
+)
 
 
 @dataclass(slots=True, frozen=True)
@@ -77,7 +82,9 @@ class Linear:
 def packed(weight: Tensor) -> Tensor | None:
     """Return `weight` in oneDNN's order of reading, or None if this machine cannot pack it."""
     ops = torch.ops.mkldnn
-    if not torch.backends.mkldnn.is_available() or not all(hasattr(ops, op) for op in PACKED_OPS):
+    if not torch.backends.mkldnn.is_available() or not all(
+        hasattr(ops, op) for op in PACKED_OPS
+    ):
         return None
     if weight.dtype == torch.bfloat16 and not ops._is_mkldnn_bf16_supported():
         return None

@@ -26,7 +26,9 @@ GroupedProduct = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 class Mlp(Protocol):
-    def __call__(self, x: Tensor, backend: Backend, adapted: AdaptedRows | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, backend: Backend, adapted: AdaptedRows | None = None
+    ) -> Tensor:
         """Return `[num_rows, hidden]` for `[num_rows, hidden]`: this rank's part of the sum."""
         ...
 
@@ -44,8 +46,12 @@ class DenseMlp:
     down: Linear
     gate: Gate | None = SILU
 
-    def __call__(self, x: Tensor, backend: Backend, adapted: AdaptedRows | None = None) -> Tensor:
-        return self.down(activated(self.gate_up(x, adapted), self.gate, backend), adapted)
+    def __call__(
+        self, x: Tensor, backend: Backend, adapted: AdaptedRows | None = None
+    ) -> Tensor:
+        return self.down(
+            activated(self.gate_up(x, adapted), self.gate, backend), adapted
+        )
 
     def linears(self) -> Iterator[Linear]:
         yield from (self.gate_up, self.down)
@@ -78,7 +84,9 @@ class HostExperts:
         if self.at_once is not None:
             return self.at_once(x, bounds)
         parts = zip(self.layers, pairwise((0, *bounds)), strict=True)
-        return torch.cat([layer(x[first:end]) for layer, (first, end) in parts if first < end])
+        return torch.cat(
+            [layer(x[first:end]) for layer, (first, end) in parts if first < end]
+        )
 
     def linears(self) -> Iterator[Linear]:
         yield from self.layers
@@ -106,7 +114,9 @@ class SharedExpert:
     gate: Linear | None  # [1, hidden]
     mlp: DenseMlp
 
-    def __call__(self, x: Tensor, backend: Backend, adapted: AdaptedRows | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, backend: Backend, adapted: AdaptedRows | None = None
+    ) -> Tensor:
         """Return `sigmoid(gate(x)) * mlp(x)` in fp32, or `mlp(x)` without a gate."""
         y = self.mlp(x, backend, adapted)
         return y if self.gate is None else sigmoid(self.gate(x).float()) * y
@@ -179,7 +189,9 @@ class GroupedRouter:
         if self.how.topk_group < self.how.n_group:
             groups = ranked.view(len(ranked), self.how.n_group, -1)
             best = groups.sort(dim=-1, descending=True).values
-            of_group = best[..., 0] if self.bias is None else best[..., 0] + best[..., 1]
+            of_group = (
+                best[..., 0] if self.bias is None else best[..., 0] + best[..., 1]
+            )
             order = of_group.sort(dim=-1, descending=True, stable=True).indices
             is_out = torch.ones_like(of_group, dtype=torch.bool)
             is_out.scatter_(1, order[:, : self.how.topk_group], value=False)
@@ -215,7 +227,9 @@ class ExpertAdapters:
         groups = adapters[:, None] * num_experts + chosen[adapted.order]
         numbers, by_group = groups.flatten().sort(stable=True)
         ends = torch.searchsorted(numbers, self.groups, right=True, out_int32=True)
-        return AdaptedRows(places.view_as(chosen)[adapted.order].flatten()[by_group], ends)
+        return AdaptedRows(
+            places.view_as(chosen)[adapted.order].flatten()[by_group], ends
+        )
 
 
 @dataclass(slots=True, frozen=True)
@@ -228,11 +242,14 @@ class ExpertMlp:
     down: GroupedLinear
     shared: SharedExpert | None = None
     gate: Gate | None = SILU
-    scales_inputs: bool = False  # weights multiply what experts take, not what they give
+    # Weights multiply what experts take, not what they give.
+    scales_inputs: bool = False
     latent: tuple[Linear, Linear] | None = None  # before the experts, and after them
     adapters: ExpertAdapters | None = None
 
-    def __call__(self, x: Tensor, backend: Backend, adapted: AdaptedRows | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, backend: Backend, adapted: AdaptedRows | None = None
+    ) -> Tensor:
         weights, chosen = self.router(x)
         if self.latent is None:
             total = self.of(x, weights, chosen, backend, adapted)
@@ -259,7 +276,9 @@ class ExpertMlp:
             rows = rows * weights.to(x.dtype).flatten()[order, None]
             weights = torch.ones_like(weights)
         if adapted is None or self.adapters is None:
-            rows = self.down(activated(self.gate_up(rows, ends), self.gate, backend), ends)
+            rows = self.down(
+                activated(self.gate_up(rows, ends), self.gate, backend), ends
+            )
         else:
             changed = self.adapters.rows_of(chosen, order, adapted, len(self.numbers))
             y = _adapt(self.adapters.gate_up, self.gate_up(rows, ends), rows, changed)

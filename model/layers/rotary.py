@@ -24,7 +24,9 @@ def rope_table(rope: Rope, head_dim: int, num_positions: int) -> Tensor:
         periods *= torch.tensor(
             rope.long_factor if rope.is_long(num_positions) else rope.short_factor
         )
-    frequencies = _scaled(rope, 1.0 / periods) if rope.turns else torch.zeros_like(periods)
+    frequencies = (
+        _scaled(rope, 1.0 / periods) if rope.turns else torch.zeros_like(periods)
+    )
     angles = torch.arange(num_positions).float()[:, None] * frequencies
     cos, sin = table.view(num_positions, 2, -1)[..., : rotated // 2].unbind(1)
     cos.copy_(angles.cos() * rope.attention_factor)

@@ -55,7 +55,8 @@ class AdapterReader:
         self._rank = rank
         # Typed so because safetensors declares no types.
         self._file: OpenFile = safe_open(adapter.file, framework="pt", device="cpu")
-        self._shared: dict[str, Tensor] = {}  # the last matrices of all experts of a layer
+        # The last matrices of all experts of a layer.
+        self._shared: dict[str, Tensor] = {}
 
     def replaced(self, name: str, rows: slice = slice(None)) -> Tensor | None:
         """Return rows of a tensor that the adapter has instead of the model's, if it has."""
@@ -114,7 +115,9 @@ def width_of(site: LoraSite, rank: int) -> int:
 class LayerMaker(Protocol):
     """Changes one of the layers of a group on a CPU. Any thread may call it."""
 
-    def with_layer(self, grouped: GroupedLinear, number: int, weight: Tensor) -> GroupedLinear: ...
+    def with_layer(
+        self, grouped: GroupedLinear, number: int, weight: Tensor
+    ) -> GroupedLinear: ...
 
 
 class PreparedSite(NamedTuple):
@@ -233,13 +236,17 @@ class LoraLoader:
             )
             for site, layer in self.sites
         ]
-        return PreparedAdapter(lora, number, sites, self.replacements, *self._replacing(reader))
+        return PreparedAdapter(
+            lora, number, sites, self.replacements, *self._replacing(reader)
+        )
 
     def _replacing(self, reader: AdapterReader) -> tuple[Linear | None, Tensor | None]:
         weight = reader.replaced(HEAD, self._head_rows)
         head = None
         if weight is not None:
-            assert self._make_head is not None, "an adapter with a head is of a model that has one"
+            assert self._make_head is not None, (
+                "an adapter with a head is of a model that has one"
+            )
             head = self._make_head(weight.to(self._device, self._dtype))
         embedding = reader.replaced(EMBEDDING)
         if embedding is not None:
@@ -251,16 +258,22 @@ class LoraLoader:
         for _ in range(self.space.num_slots * num_each):
             yield zeros
 
-    def _made(self, grouped: GroupedLinear, number: int, weight: Tensor) -> GroupedLinear | Tensor:
+    def _made(
+        self, grouped: GroupedLinear, number: int, weight: Tensor
+    ) -> GroupedLinear | Tensor:
         weight = weight.to(self._dtype)
         if self._maker is not None:
             return self._maker.with_layer(grouped, number, weight)
         return weight.pin_memory() if self._device.type == "cuda" else weight
 
 
-def _put(grouped: GroupedLinear, number: int, made: GroupedLinear | Tensor) -> GroupedLinear:
+def _put(
+    grouped: GroupedLinear, number: int, made: GroupedLinear | Tensor
+) -> GroupedLinear:
     if not isinstance(made, Tensor):
         return made
-    assert isinstance(grouped, StackedExperts), "a GPU has the matrices of all slots in one tensor"
+    assert isinstance(grouped, StackedExperts), (
+        "a GPU has the matrices of all slots in one tensor"
+    )
     grouped.weight[number].copy_(made, non_blocking=True)
     return grouped

@@ -26,7 +26,11 @@ from baton.model.config.transformers_config import AnyConfig
 from baton.model.layers.attention import Keys, Scoring
 from baton.model.layers.decoder import Decoder, DecoderLayer
 from baton.model.layers.key_index import IndexWeights
-from baton.model.layers.latent_attention import LatentAttention, LatentWeights, make_latent
+from baton.model.layers.latent_attention import (
+    LatentAttention,
+    LatentWeights,
+    make_latent,
+)
 from baton.model.layers.linear import Linear
 from baton.model.layers.lora import Lora
 from baton.model.layers.rotary import head_order
@@ -49,7 +53,8 @@ from baton.protocol.errors import ConfigError
 
 NUM_EXPERT_KINDS = 6  # router, gate and up, down; those of a shared expert
 NUM_INPUT_KINDS = 3  # all layers' inputs, and a layer's gate and projection
-NUM_STATE_KINDS = 4  # what reads the hidden state, and what writes it; two that expand gates
+# What reads the hidden state, and what writes it; two that expand gates.
+NUM_STATE_KINDS = 4
 NUM_LATENT_KINDS = 3  # queries, each head's keys and values
 NUM_INDEX_KINDS = 2  # queries, the heads' weights
 NUM_LORA_KINDS = 8  # two matrices for each kind but the head
@@ -156,7 +161,9 @@ class DecoderLoader:
             self.ranks,
             RowThreads() if is_alone_on_cpu else at_once,
             lora_modules=tuple(adapter.name for adapter in self.weights.loras.adapters),
-            of_adapters=tuple(linear for lora in self._loras() for linear in lora.linears()),
+            of_adapters=tuple(
+                linear for lora in self._loras() for linear in lora.linears()
+            ),
             num_lora_slots=self.weights.loras.space.num_slots,
             replacements=self.weights.loras.replacements,
             embedding_scale=scale,
@@ -168,7 +175,10 @@ class DecoderLoader:
         )
 
     def _loras(self) -> list[Lora]:
-        return [*(lora for _, lora in self.weights.loras.sites), *self.weights.expert_loras]
+        return [
+            *(lora for _, lora in self.weights.loras.sites),
+            *self.weights.expert_loras,
+        ]
 
     def layer(self, number: int, tensors: LayerTensors) -> DecoderLayer:
         config = self.config
@@ -189,7 +199,9 @@ class DecoderLoader:
         return DecoderLayer(
             attention_norm=norms["attention_norm"],
             qkv=qkv,
-            head_norms=None if joins_norms else self.parts.head_norms(number, *qk_norms),
+            head_norms=None
+            if joins_norms
+            else self.parts.head_norms(number, *qk_norms),
             packing=packing,
             output=self.weights.rows(tensors.output),
             mlp=self.mlps.mlp_or_experts(tensors),
@@ -214,7 +226,9 @@ class DecoderLoader:
 
     def _num_gates(self) -> int:
         heads, _ = local_heads(self.config, self.ranks.size)
-        return heads * self.config.head_dim if self.config.layers.has_output_gates else 0
+        return (
+            heads * self.config.head_dim if self.config.layers.has_output_gates else 0
+        )
 
     def _scoring(self, number: int, sinks_name: str | None) -> Scoring:
         config = self.config
@@ -225,18 +239,24 @@ class DecoderLoader:
         cap = config.layers.score_cap
         return Scoring(config.attention_scale, config.window_of(number), cap, sinks)
 
-    def _latent(self, tensors: LatentTensors, number: int) -> tuple[Linear, LatentAttention]:
+    def _latent(
+        self, tensors: LatentTensors, number: int
+    ) -> tuple[Linear, LatentAttention]:
         sizes = self.config.latent
         assert sizes is not None, "the layer has latent attention"
         q_down = None if tensors.q_down is None else self.weights.whole(tensors.q_down)
         weights = LatentWeights(
             q_down=q_down,
-            q_norm=None if tensors.q_norm is None else self._latent_norm(tensors.q_norm),
+            q_norm=None
+            if tensors.q_norm is None
+            else self._latent_norm(tensors.q_norm),
             q_up=self._of_heads(tensors.q_up),
             row_down=self.weights.whole(tensors.row_down),
             row_norm=self._latent_norm(tensors.row_norm),
             row_up=self._of_heads(tensors.row_up),
-            of_index=None if tensors.index is None else self._index(tensors.index, number),
+            of_index=None
+            if tensors.index is None
+            else self._index(tensors.index, number),
         )
         return make_latent(sizes, weights, self.linear, self.grouped)
 
@@ -244,8 +264,13 @@ class DecoderLoader:
         config = self.config
         index = self.config.index
         assert index is not None, "the layer has an index"
-        queries = self.weights.whole(tensors.queries).view(index.num_heads, index.head_dim, -1)
-        norm = [self.read(f"{tensors.key_norm.name}.{part}").float() for part in ("weight", "bias")]
+        queries = self.weights.whole(tensors.queries).view(
+            index.num_heads, index.head_dim, -1
+        )
+        norm = [
+            self.read(f"{tensors.key_norm.name}.{part}").float()
+            for part in ("weight", "bias")
+        ]
         return IndexWeights(
             number=index.layers.index(number),
             queries=queries,
@@ -278,9 +303,13 @@ class DecoderLoader:
         gates = []
         first = 0
         for count, units in units_of_rank(linears, self.ranks.rank, self.ranks.size):
-            numbers = torch.arange(first, first + count * units.width).view(count, units.width)
+            numbers = torch.arange(first, first + count * units.width).view(
+                count, units.width
+            )
             gates.append(numbers[:, width:].flatten())  # behind those of a head's query
-            order.append((numbers[:, head_order] if units.is_rotated else numbers).flatten())
+            order.append(
+                (numbers[:, head_order] if units.is_rotated else numbers).flatten()
+            )
             first += count * units.width
         return torch.cat(order + gates)
 
@@ -333,7 +362,10 @@ class DecoderLoader:
         """
         ends = map(torch.aminmax, (weight, norm))
         largest = math.prod(max(-float(low), float(high)) for low, high in ends)
-        if not largest * self.config.hidden_size**1.5 < torch.finfo(self.place.dtype).max / 2:
+        if (
+            not largest * self.config.hidden_size**1.5
+            < torch.finfo(self.place.dtype).max / 2
+        ):
             raise ConfigError(
                 f"{where} holds NaN, infinity or numbers so large that logits would overflow: "
                 "fetch the files again"

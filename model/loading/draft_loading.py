@@ -47,10 +47,14 @@ def load_draft_head(
         files = Checkpoint(Path(config.eagle.folder))
         weights = weights_of(config.eagle.decoder, files)
         return _eagle_head(config, config.eagle, DecoderLoader(weights, place), decoder)
-    return _nextn_head(config, DecoderLoader(weights_of(config, checkpoint), place), decoder)
+    return _nextn_head(
+        config, DecoderLoader(weights_of(config, checkpoint), place), decoder
+    )
 
 
-def _nextn_head(config: DecoderConfig, loader: DecoderLoader, decoder: Decoder) -> NextnHead:
+def _nextn_head(
+    config: DecoderConfig, loader: DecoderLoader, decoder: Decoder
+) -> NextnHead:
     weights = loader.weights
     tensors = weights.tensors.draft
     assert tensors is not None, "a layer of the model drafts"
@@ -102,7 +106,9 @@ def _eagle_head(
     )
 
 
-def _behind(config: DecoderConfig, eagle: EagleConfig, layer: DecoderLayer) -> DecoderLayer:
+def _behind(
+    config: DecoderConfig, eagle: EagleConfig, layer: DecoderLayer
+) -> DecoderLayer:
     """Return a draft's layer as the last one in the blocks of the model."""
     (rotation,) = eagle.decoder.rotations
     keys = layer.keys._replace(rotation=config.rotations.index(rotation))
@@ -118,7 +124,9 @@ def _target_ids(eagle: EagleConfig, loader: DecoderLoader) -> Tensor | None:
     return torch.arange(eagle.decoder.vocab_size) + checkpoint.read(name)
 
 
-def _output(loader: DecoderLoader, name: str, vocab_size: int, ranks: Ranks) -> tuple[Linear, bool]:
+def _output(
+    loader: DecoderLoader, name: str, vocab_size: int, ranks: Ranks
+) -> tuple[Linear, bool]:
     """Return this rank's part of an output projection, and whether ranks share it."""
     is_split = ranks.size > 1 and vocab_size % ranks.size == 0
     rows = share(vocab_size, ranks.rank, ranks.size) if is_split else slice(None)

@@ -51,7 +51,8 @@ class RankDevice(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     thread_counts: tuple[int, ...] = ()
-    ordered: Product | None = None  # for a GPU that has to give a row the same bits in every batch
+    # For a GPU that has to give a row the same bits in every batch.
+    ordered: Product | None = None
     compiled: CpuLinears | None = None  # for a CPU whose kernels compute linear layers
     grouped: GroupedProduct | None = None  # for the experts on a GPU
     narrow: PackNarrow | None = None  # for weights of four bits and FP8 on a GPU
@@ -100,14 +101,22 @@ class LayerWeights:
         self.narrow = place.narrow
         self.expert_loras: list[Lora] = []
 
-    def columns(self, linears: Sequence[LinearTensors], order: Tensor | None = None) -> Linear:
+    def columns(
+        self, linears: Sequence[LinearTensors], order: Tensor | None = None
+    ) -> Linear:
         """Return layers that ranks share by outputs as one, whose outputs are in `order`."""
         rank = self.ranks.rank
         size = self.ranks.size
-        parts = [(linear.name, rows) for linear in linears for rows in linear.rows(rank, size)]
+        parts = [
+            (linear.name, rows)
+            for linear in linears
+            for rows in linear.rows(rank, size)
+        ]
         bias = None
         if linears[0].has_bias:
-            bias = torch.cat([self.read(name + ".bias", rows=rows) for name, rows in parts])
+            bias = torch.cat(
+                [self.read(name + ".bias", rows=rows) for name, rows in parts]
+            )
             bias = in_order(bias, order)
         names, rows = zip(*parts, strict=True)
         layer = self._of_bytes(names, rows, None, bias, order) or self.linear(
@@ -142,7 +151,11 @@ class LayerWeights:
         else:
             keeps = self.narrow is not None and not is_expert
         parts = zip(names, rows, strict=True)
-        if keeps and (narrow := joined([self._narrow(*one, columns) for one in parts])) is not None:
+        if (
+            keeps
+            and (narrow := joined([self._narrow(*one, columns) for one in parts]))
+            is not None
+        ):
             return narrow
         wide = [
             self.read(name + ".weight", rows=own, columns=columns)
@@ -150,10 +163,14 @@ class LayerWeights:
         ]
         return torch.cat(wide)
 
-    def grouped(self, weights: Iterable[AnyWeight], biases: Tensor | None = None) -> GroupedLinear:
+    def grouped(
+        self, weights: Iterable[AnyWeight], biases: Tensor | None = None
+    ) -> GroupedLinear:
         if isinstance(self.linears, HostLinears):
             return self.linears.experts(weights, biases)
-        assert self.grouped_product is not None, "a rank on a GPU has the experts' kernel"
+        assert self.grouped_product is not None, (
+            "a rank on a GPU has the experts' kernel"
+        )
         wide = [weight for weight in weights if isinstance(weight, Tensor)]
         return StackedExperts(torch.stack(wide), self.grouped_product, biases)
 
@@ -225,11 +242,17 @@ class LayerWeights:
         for weight, own in zip(weights, rows, strict=True):
             numbers.append(read(weight, rows=own, columns=columns))
             whole = read(how.scale_of(weight)).float().view(-1)
-            scales.append(whole[own] if len(whole) > 1 else whole.expand(own.stop - own.start))
-        whole, scale = (in_order(torch.cat(parts), order) for parts in (numbers, scales))
+            scales.append(
+                whole[own] if len(whole) > 1 else whole.expand(own.stop - own.start)
+            )
+        whole, scale = (
+            in_order(torch.cat(parts), order) for parts in (numbers, scales)
+        )
         return self.linears.of_bytes(whole, scale, bias)
 
-    def _narrow(self, name: str, rows: slice, columns: slice | None) -> NarrowWeight | None:
+    def _narrow(
+        self, name: str, rows: slice, columns: slice | None
+    ) -> NarrowWeight | None:
         if self.config.quantization is None:
             return None
         how = self.config.quantization.of(name)
@@ -239,10 +262,18 @@ class LayerWeights:
         read = self.checkpoint.read
         packing = how.packing
         if packing is not None:
-            if packing.bits == 4 and packing.has_integers and self._is_packed(packing, name):
-                part = unpacked(packing, self.shapes[weight], lambda part: read(f"{name}.{part}"))
+            if (
+                packing.bits == 4
+                and packing.has_integers
+                and self._is_packed(packing, name)
+            ):
+                part = unpacked(
+                    packing, self.shapes[weight], lambda part: read(f"{name}.{part}")
+                )
                 whole = part.narrow(packing.group_size or inputs)
-        elif how.stored == self.checkpoint.dtype_of(weight) == "F8_E4M3" and self.narrow:
+        elif (
+            how.stored == self.checkpoint.dtype_of(weight) == "F8_E4M3" and self.narrow
+        ):
             whole = narrow_fp8(read(weight), read(how.scale_of(weight)), how.block)
         return whole and part_of(whole, rows, columns or slice(0, inputs))
 
@@ -251,7 +282,9 @@ class LayerWeights:
         if not any(self.loras.changes(site) for site in sites):
             return None
         shrinks = self.grouped(self.loras.shrinks(*sites))
-        self.expert_loras.append(Lora(shrinks, self.grouped(self.loras.expands(*sites))))
+        self.expert_loras.append(
+            Lora(shrinks, self.grouped(self.loras.expands(*sites)))
+        )
         return self.expert_loras[-1]
 
     def _adapted(self, linear: Linear, site: LoraSite) -> Linear:
@@ -271,7 +304,11 @@ class LayerWeights:
         read = self.checkpoint.read
         if item is not None:  # no other way quantizes experts that are in one tensor
             is_packed = self.checkpoint.dtype_of(name + "_blocks")
-            parts = [read(name + end, item=item) for end in ("_blocks", "_scales") if is_packed]
+            parts = [
+                read(name + end, item=item)
+                for end in ("_blocks", "_scales")
+                if is_packed
+            ]
             return of_mxfp4(*parts) if parts else None
         layer = name.removesuffix(".weight")
         how = self.config.quantization.of(layer)

@@ -38,7 +38,9 @@ class MlpLoader:
 
     def _mlp(self, tensors: MlpTensors) -> DenseMlp:
         gate_up = self.weights.columns(tensors.gate_up)
-        return DenseMlp(gate_up, self.weights.rows(tensors.down), self.config.layers.gate)
+        return DenseMlp(
+            gate_up, self.weights.rows(tensors.down), self.config.layers.gate
+        )
 
     def experts(self, tensors: ExpertTensors) -> ExpertMlp:
         """Return the experts, each of which is split over the ranks as a dense MLP is."""
@@ -55,8 +57,12 @@ class MlpLoader:
             router=self._router(tensors),
             scales_inputs=tensors.names.routing == "input_sigmoid",
             numbers=torch.arange(tensors.num_experts, device=self.weights.device),
-            gate_up=self.grouped((self._gate_up_of(tensors, one) for one in numbers), biases),
-            down=self.grouped((self._down_of(tensors, one) for one in numbers), down_biases),
+            gate_up=self.grouped(
+                (self._gate_up_of(tensors, one) for one in numbers), biases
+            ),
+            down=self.grouped(
+                (self._down_of(tensors, one) for one in numbers), down_biases
+            ),
             shared=self._shared(tensors),
             latent=self._latent_pair(tensors),
             gate=self.config.layers.gate,
@@ -69,7 +75,9 @@ class MlpLoader:
         own = share(width, self.ranks.rank, self.ranks.size)
         every = slice(0, hidden)
         experts = [tensors.expert(number) for number in range(tensors.num_experts)]
-        gate_ups = [tuple(linear.name for linear in expert.gate_up) for expert in experts]
+        gate_ups = [
+            tuple(linear.name for linear in expert.gate_up) for expert in experts
+        ]
         gate_up = self.weights.expert_lora(
             [LoraSite(names, (own,) * len(names), every) for names in gate_ups]
         )
@@ -80,13 +88,17 @@ class MlpLoader:
             return None
         loras = self.weights.loras
         num_groups = (len(loras.adapters) + loras.space.num_slots) * tensors.num_experts
-        return ExpertAdapters(gate_up, down, torch.arange(num_groups, device=self.weights.device))
+        return ExpertAdapters(
+            gate_up, down, torch.arange(num_groups, device=self.weights.device)
+        )
 
     def _latent_pair(self, tensors: ExpertTensors) -> tuple[Linear, Linear] | None:
         if tensors.latent is None:
             return None
         inner, outer = tensors.latent
-        return self.linear(self.weights.whole(inner)), self.linear(self.weights.whole(outer))
+        return self.linear(self.weights.whole(inner)), self.linear(
+            self.weights.whole(outer)
+        )
 
     def _router(self, tensors: ExpertTensors) -> Router:
         experts = self.config.experts
@@ -98,7 +110,9 @@ class MlpLoader:
             return SigmoidRouter(self.linear(self.read(name + ".weight")), choice[0])
         if how is None:
             bias = self.read(name + ".bias") if tensors.router.has_bias else None
-            return SoftmaxRouter(self.linear(self.read(name + ".weight"), bias), *choice)
+            return SoftmaxRouter(
+                self.linear(self.read(name + ".weight"), bias), *choice
+            )
         linear = self.linear(self.read(name + ".weight", dtype=torch.float32))
         bias = None
         if tensors.score_bias is not None:
@@ -124,9 +138,13 @@ class MlpLoader:
             return deinterleaved(self.read(name, item=number), own).T.contiguous()
         parts = own, slice(width + own.start, width + own.stop)
         if tensors.layout == "transposed":
-            return torch.cat([self.read(name, columns=part, item=number).T for part in parts])
+            return torch.cat(
+                [self.read(name, columns=part, item=number).T for part in parts]
+            )
         if tensors.layout == "stacked":
-            return torch.cat([self.read(name, rows=rows, item=number) for rows in parts])
+            return torch.cat(
+                [self.read(name, rows=rows, item=number) for rows in parts]
+            )
         names = [linear.name for linear in tensors.expert(number).gate_up]
         return self.weights.weight(names, (own,) * len(names), None, is_expert=True)
 
@@ -140,7 +158,9 @@ class MlpLoader:
         if tensors.layout == "stacked":
             return self.read(name, columns=own, item=number)
         every = slice(0, tensors.hidden)
-        return self.weights.weight([tensors.expert(number).down.name], [every], own, is_expert=True)
+        return self.weights.weight(
+            [tensors.expert(number).down.name], [every], own, is_expert=True
+        )
 
 
 def deinterleaved(x: Tensor, own: slice) -> Tensor:

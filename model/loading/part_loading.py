@@ -32,21 +32,26 @@ class PartLoader:
         self.ranks = weights.ranks
         self.read = weights.read
         self.linear = weights.linear
-        self.head_order = head_order  # of numbers as kernels rotate them, if it is another one
+        # Of numbers as kernels rotate them, if it is another one.
+        self.head_order = head_order
 
     def packing(self, number: int, tensors: LayerTensors) -> Packing | None:
         if self.config.joins_qk_norm:
             return self._joined_norms(tensors.q_norm, tensors.k_norm)
         return self._value_norms(number)
 
-    def _joined_norms(self, q_norm: NormTensor | None, k_norm: NormTensor | None) -> JoinedNorms:
+    def _joined_norms(
+        self, q_norm: NormTensor | None, k_norm: NormTensor | None
+    ) -> JoinedNorms:
         assert q_norm is not None, "the family has norms of queries and keys"
         assert k_norm is not None, "the family has norms of queries and keys"
         config = self.config
         ranks = self.ranks
         norms = [self.weights.norm(q_norm), self.weights.norm(k_norm)]
         if (order := self.head_order) is not None:
-            norms = [norm.view(-1, config.head_dim)[:, order].flatten() for norm in norms]
+            norms = [
+                norm.view(-1, config.head_dim)[:, order].flatten() for norm in norms
+            ]
         copies = max(1, ranks.size // config.num_kv_heads)
         return JoinedNorms(norms[0], norms[1], copies, config.rms_norm_eps, ranks)
 
@@ -74,7 +79,9 @@ class PartLoader:
         if k_norm is not None:  # of a layer that stores keys
             norms = torch.cat((norms, self.weights.norm(k_norm).expand(kv_heads, -1)))
         norms = norms.contiguous()
-        return norms if self.head_order is None else norms[:, self.head_order].contiguous()
+        return (
+            norms if self.head_order is None else norms[:, self.head_order].contiguous()
+        )
 
     def query_scales(self, number: int) -> QueryScales | None:
         config = self.config
@@ -87,13 +94,17 @@ class PartLoader:
         num_heads, _, width = self._heads_of(number)
         return QueryScales(scales.to(self.weights.device), span, num_heads * width)
 
-    def beside(self, tensors: LayerTensors, experts: ExpertMlp | None) -> ExpertsBeside | None:
+    def beside(
+        self, tensors: LayerTensors, experts: ExpertMlp | None
+    ) -> ExpertsBeside | None:
         beside = tensors.beside
         if beside is None:
             return None
         assert experts is not None, "the layer has experts"
         norms = {role: self.weights.norm(norm) for role, norm in beside.norms.items()}
-        to_router = self.read(beside.input_scale, dtype=torch.float32) * beside.hidden**-0.5
+        to_router = (
+            self.read(beside.input_scale, dtype=torch.float32) * beside.hidden**-0.5
+        )
         return ExpertsBeside(
             experts=experts,
             router_norm=to_router,
@@ -110,7 +121,8 @@ class PartLoader:
         if tensors.gate is None or tensors.projection is None or tensors.norm is None:
             return LayerEnd(factor)
         gate, projection = (
-            self.linear(self.weights.whole(linear)) for linear in (tensors.gate, tensors.projection)
+            self.linear(self.weights.whole(linear))
+            for linear in (tensors.gate, tensors.projection)
         )
         eps = self.config.rms_norm_eps
         how = self.config.layers.gate

@@ -86,7 +86,9 @@ def _load_key_delta(
     width = state.value_dim
     taps = torch.cat([read(name, dtype=torch.float32)[:, 0] for name in tensors.taps])
     rates = -read(tensors.rates, dtype=torch.float32).flatten().exp()
-    gates, steps = (weights.linear(read(f"{one.name}.weight")) for one in tensors.expansions)
+    gates, steps = (
+        weights.linear(read(f"{one.name}.weight")) for one in tensors.expansions
+    )
     to_gates = state.num_channels
     to_steps = state.num_channels + heads * width
     found = StateWeights(
@@ -108,7 +110,11 @@ def _load_key_delta(
         num_norms=heads,
         by_sigmoid=True,
     )
-    return weights.columns(tensors.inputs), found, ExpandedGates(gates, steps, to_gates, width)
+    return (
+        weights.columns(tensors.inputs),
+        found,
+        ExpandedGates(gates, steps, to_gates, width),
+    )
 
 
 def _load_convolution(
@@ -141,7 +147,8 @@ def _mamba_order(shape: StateShape) -> Tensor:
 def _delta_order(state: StateConfig, shape: StateShape) -> Tensor:
     """Return where the outputs are in a rank's rows of the files' tensors, joined."""
     key_heads = shape.num_groups * shape.num_key_heads
-    values = shape.value_dim * shape.num_heads // shape.num_key_heads  # of a head of keys
+    # Of a head of keys.
+    values = shape.value_dim * shape.num_heads // shape.num_key_heads
     gates = shape.num_heads // shape.num_key_heads
     sizes = [shape.key_dim, shape.key_dim, values, values]
     if state.names.joins_inputs:
@@ -155,7 +162,9 @@ def _delta_order(state: StateConfig, shape: StateShape) -> Tensor:
         every = torch.split(whole, [key_heads * size for size in sizes])
         parts = [one.view(key_heads, -1) for one in every]
     *channels, norm_gates, betas, steps = parts
-    by_group = torch.cat([part.reshape(shape.num_groups, -1) for part in channels], dim=1)
+    by_group = torch.cat(
+        [part.reshape(shape.num_groups, -1) for part in channels], dim=1
+    )
     return torch.cat([part.flatten() for part in (by_group, norm_gates, betas, steps)])
 
 
@@ -166,4 +175,6 @@ def _channels(state: StateConfig, shape: StateShape, rank: int) -> Tensor:
     parts = torch.split(torch.arange(sum(sizes)), sizes[::step])[::step]
     groups = slice(rank * shape.num_groups, (rank + 1) * shape.num_groups)
     num_groups = state.num_key_heads // shape.num_key_heads
-    return torch.cat([part.view(num_groups, -1) for part in parts], dim=1)[groups].flatten()
+    return torch.cat([part.view(num_groups, -1) for part in parts], dim=1)[
+        groups
+    ].flatten()

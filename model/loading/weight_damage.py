@@ -45,7 +45,8 @@ _FLOATS = {
     "F32": _Float("<u4", "<i4", 0x7F80_0000, 1 << 31),
     "F16": _Float("<u2", "<i2", 0x7C00, 1 << 15),
     "BF16": _Float("<u2", "<i2", 0x7F80, 1 << 15),
-    "F8_E4M3": _Float("u1", "i1", 0x7E, 1 << 7),  # its largest number, since it has no infinity
+    # Its largest number, since it has no infinity.
+    "F8_E4M3": _Float("u1", "i1", 0x7E, 1 << 7),
     "F8_E5M2": _Float("u1", "i1", 0x7C, 1 << 7),
 }
 
@@ -63,10 +64,16 @@ class TensorRows:
         self._num_matrices = math.prod(stacked)
         self._num_rows = num_rows
         self._row_bytes = (last - first) // max(1, self._num_matrices * num_rows)
-        has_rows = self._is_weight and num_rows >= MIN_ROWS and 0 < self._row_bytes <= max_bytes
+        has_rows = (
+            self._is_weight
+            and num_rows >= MIN_ROWS
+            and 0 < self._row_bytes <= max_bytes
+        )
         self._has_rows = has_rows
         # Chunks are of whole rows.
-        self.chunk_bytes = max_bytes - max_bytes % self._row_bytes if has_rows else max_bytes
+        self.chunk_bytes = (
+            max_bytes - max_bytes % self._row_bytes if has_rows else max_bytes
+        )
         self._has_nan = False
         self._zero_rows: list[NDArray[np.bool_]] = []
 
@@ -78,11 +85,15 @@ class TensorRows:
             # An integer comparison of the largest is much faster than `isnan`.
             largest = np.frombuffer(chunk, kind.unsigned).max()
             largest_positive = np.frombuffer(chunk, kind.signed).max()
-            is_nan = largest > kind.sign + kind.infinity or largest_positive > kind.infinity
+            is_nan = (
+                largest > kind.sign + kind.infinity or largest_positive > kind.infinity
+            )
             self._has_nan = self._has_nan or bool(is_nan)
         if self._has_rows:
             rows = np.frombuffer(chunk, np.uint8).reshape(-1, self._row_bytes)
-            is_zero: NDArray[np.bool_] = np.logical_not(rows[:, :FIRST_BYTES].any(axis=1))
+            is_zero: NDArray[np.bool_] = np.logical_not(
+                rows[:, :FIRST_BYTES].any(axis=1)
+            )
             if is_zero.any():
                 is_zero[is_zero] = np.logical_not(rows[is_zero].any(axis=1))
             self._zero_rows.append(is_zero)
@@ -93,7 +104,9 @@ class TensorRows:
             return "holds NaN"
         if not self._zero_rows:
             return ""
-        is_zero = np.concatenate(self._zero_rows).reshape(self._num_matrices, self._num_rows)
+        is_zero = np.concatenate(self._zero_rows).reshape(
+            self._num_matrices, self._num_rows
+        )
         if not is_zero.any():
             return ""
         if _HAS_ROW_PER_ID.fullmatch(self.name):
@@ -107,7 +120,9 @@ class TensorRows:
 
 
 class _Model(msgspec.Struct):
-    vocab: dict[str, int] | list[tuple[str, float]] = msgspec.field(default_factory=dict)
+    vocab: dict[str, int] | list[tuple[str, float]] = msgspec.field(
+        default_factory=dict
+    )
 
 
 class _AddedToken(msgspec.Struct):

@@ -56,7 +56,11 @@ def state_of(file: Path) -> FileState:
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
     return FileState(
-        status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+        status.st_dev,
+        status.st_ino,
+        status.st_size,
+        status.st_mtime_ns,
+        status.st_ctime_ns,
     )
 
 
@@ -146,7 +150,9 @@ class WeightDigest:
                 self._num_read += state.size
                 return cached
             digest = self._read(file)
-            is_settled = time.time() - max(state.mtime_ns, state.ctime_ns) / 1e9 > SETTLED_S
+            is_settled = (
+                time.time() - max(state.mtime_ns, state.ctime_ns) / 1e9 > SETTLED_S
+            )
             is_whole = not self._stopping.is_set() and state_of(file) == state
             if entry is not None and is_settled and is_whole:
                 entry.write(digest)
@@ -157,7 +163,9 @@ class WeightDigest:
         total = 0
         buffer = bytearray(CHUNK_BYTES)
         with file.open("rb", buffering=0) as stream:
-            for stored in sorted(self._tensors[file], key=lambda stored: stored.entry.data_offsets):
+            for stored in sorted(
+                self._tensors[file], key=lambda stored: stored.entry.data_offsets
+            ):
                 entry = stored.entry
                 rows = TensorRows(stored.name, stored.entry, CHUNK_BYTES)
                 digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
@@ -168,7 +176,9 @@ class WeightDigest:
                 if self._stopping.is_set():
                     return 0
                 if problem := rows.problem(self._folder):
-                    raise ConfigError(f"{file}: {stored.name} {problem}: fetch the file again")
+                    raise ConfigError(
+                        f"{file}: {stored.name} {problem}: fetch the file again"
+                    )
                 total += int.from_bytes(digest.digest(), "big")
         return total
 
@@ -206,7 +216,9 @@ class ChunkHash:
     def of(self, buffer: bytearray, num_bytes: int) -> bytes:
         """Return the hash of the first bytes. Those up to a whole word are set to 0."""
         num_words = -(-num_bytes // WORD_BYTES)
-        buffer[num_bytes : num_words * WORD_BYTES] = bytes(num_words * WORD_BYTES - num_bytes)
+        buffer[num_bytes : num_words * WORD_BYTES] = bytes(
+            num_words * WORD_BYTES - num_bytes
+        )
         words = np.frombuffer(buffer, "<u8", num_words)
         return bytes(np.einsum("i,i->", words, self._factors[:num_words]).tobytes())
 
@@ -223,7 +235,8 @@ class CacheEntry:
         return int(content, 16) if _DIGEST.fullmatch(content) else None
 
     def write(self, digest: int) -> None:
-        with contextlib.suppress(OSError):  # a full disk, for instance: the file is read again
+        # A full disk, for instance: the file is read again.
+        with contextlib.suppress(OSError):
             os.pwrite(self._descriptor, _bytes_of(digest).hex().encode() + b"\n", 0)
 
 

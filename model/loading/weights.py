@@ -23,7 +23,9 @@ from baton.model.config.reading import read_json
 from baton.protocol.errors import ConfigError
 
 # Fields of config.json that may differ between copies of one model.
-INCIDENTAL_FIELDS = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
+INCIDENTAL_FIELDS = frozenset(
+    {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
+)
 
 
 class Checkpoint:
@@ -76,7 +78,9 @@ class Checkpoint:
                 return view[item, rows, columns or slice(None)]
             return view[rows] if columns is None else view[rows, columns]
         except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{shard}: tensor {name} cannot be read: {error}") from None
+            raise ConfigError(
+                f"{shard}: tensor {name} cannot be read: {error}"
+            ) from None
 
 
 def fingerprint(folder: Path, dtype: str, weights: bytes, adapters: bytes = b"") -> str:
@@ -100,7 +104,9 @@ def scaled(weight: Tensor, scales: Tensor, block: tuple[int, int] | None) -> Ten
     scales = in_fp32(scales)
     if block is not None:
         for dim, side in enumerate(block):
-            scales = scales.repeat_interleave(side, dim).narrow(dim, 0, weight.shape[dim])
+            scales = scales.repeat_interleave(side, dim).narrow(
+                dim, 0, weight.shape[dim]
+            )
     elif scales.numel() > 1:
         scales = scales.view(-1, 1)
     return weight.float() * scales
@@ -112,7 +118,11 @@ _FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 def in_fp32(scales: Tensor) -> Tensor:
     """Return scales as numbers; bytes are exponents of 2, of which 127 stands for 0."""
-    return torch.exp2(scales.float() - 127) if scales.dtype == torch.uint8 else scales.float()
+    return (
+        torch.exp2(scales.float() - 127)
+        if scales.dtype == torch.uint8
+        else scales.float()
+    )
 
 
 def of_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -120,18 +130,29 @@ def of_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     return (_pairs(blocks) * in_fp32(scales)[..., None]).flatten(1).T
 
 
-def of_codebook(packing: Packing, shape: tuple[int, ...], read: Callable[[str], Tensor]) -> Tensor:
+def of_codebook(
+    packing: Packing, shape: tuple[int, ...], read: Callable[[str], Tensor]
+) -> Tensor:
     """Return the fp32 numbers `[outputs, inputs]` of four bits of bitsandbytes.
 
     `read` returns one of the tensors by the end of its name.
     """
     codes = read("weight").flatten().int()
     scales = read("weight.absmax")
-    numbers = read("weight.quant_map").float()[torch.stack((codes >> 4, codes & 15), -1).flatten()]
+    numbers = read("weight.quant_map").float()[
+        torch.stack((codes >> 4, codes & 15), -1).flatten()
+    ]
     if packing.codebook.is_nested:
-        nested = read("weight.nested_absmax").repeat_interleave(NESTED_BLOCK)[: len(scales)]
-        offset = msgspec.json.decode(read(packing.state).numpy().tobytes(), type=_Offset)
-        scales = read("weight.nested_quant_map")[scales.int()] * nested + offset.nested_offset
+        nested = read("weight.nested_absmax").repeat_interleave(NESTED_BLOCK)[
+            : len(scales)
+        ]
+        offset = msgspec.json.decode(
+            read(packing.state).numpy().tobytes(), type=_Offset
+        )
+        scales = (
+            read("weight.nested_quant_map")[scales.int()] * nested
+            + offset.nested_offset
+        )
     blocks = scales.repeat_interleave(packing.group_size)[: len(numbers)]
     return (numbers * blocks)[: shape[0] * shape[1]].view(shape)
 
@@ -151,7 +172,9 @@ def of_fp4(packing: Packing, read: Callable[[str], Tensor]) -> Tensor:
         whole = read(names.whole).float()
         scales = scales / whole if names.divides else scales * whole
     numbers = _pairs(read(names.codes))
-    return numbers * scales.repeat_interleave(packing.group_size, 1)[:, : numbers.shape[1]]
+    return (
+        numbers * scales.repeat_interleave(packing.group_size, 1)[:, : numbers.shape[1]]
+    )
 
 
 def _pairs(codes: Tensor) -> Tensor:
@@ -206,10 +229,14 @@ def in_order(weight: Tensor, order: Tensor | None) -> Tensor: ...
 
 
 @overload
-def in_order(weight: Tensor | NarrowWeight, order: Tensor | None) -> Tensor | NarrowWeight: ...
+def in_order(
+    weight: Tensor | NarrowWeight, order: Tensor | None
+) -> Tensor | NarrowWeight: ...
 
 
-def in_order(weight: Tensor | NarrowWeight, order: Tensor | None) -> Tensor | NarrowWeight:
+def in_order(
+    weight: Tensor | NarrowWeight, order: Tensor | None
+) -> Tensor | NarrowWeight:
     """Return outputs in `order`; None keeps theirs."""
     if order is None:
         return weight
@@ -223,11 +250,16 @@ def part_of(weight: NarrowWeight, rows: slice | Tensor, columns: slice) -> Narro
     size = math.gcd(weight.group, columns.start)
     of = torch.arange(columns.start, columns.stop, size) // weight.group
     return NarrowWeight(
-        weight.codes[rows, columns], weight.scales[rows][:, of], weight.zeros[rows][:, of], size
+        weight.codes[rows, columns],
+        weight.scales[rows][:, of],
+        weight.zeros[rows][:, of],
+        size,
     )
 
 
-def unpacked(packing: Packing, shape: tuple[int, ...], read: Callable[[str], Tensor]) -> Packed:
+def unpacked(
+    packing: Packing, shape: tuple[int, ...], read: Callable[[str], Tensor]
+) -> Packed:
     """Return the integers of packed tensors, of which `read` returns one by the end of its name."""
     outputs, inputs = shape
     bits = packing.bits
@@ -255,19 +287,28 @@ def unpacked(packing: Packing, shape: tuple[int, ...], read: Callable[[str], Ten
 def joined(parts: Sequence[NarrowWeight | None]) -> NarrowWeight | None:
     """Return parts with equal groups, one under the other; None where kernels cannot read them."""
     found = [part for part in parts if part is not None]
-    if len(found) < len(parts) or len({part.group for part in found}) > 1 or not found[0].is_whole:
+    if (
+        len(found) < len(parts)
+        or len({part.group for part in found}) > 1
+        or not found[0].is_whole
+    ):
         return None
     codes, scales, zeros = (
-        torch.cat(of) for of in zip(*((p.codes, p.scales, p.zeros) for p in found), strict=True)
+        torch.cat(of)
+        for of in zip(*((p.codes, p.scales, p.zeros) for p in found), strict=True)
     )
     return NarrowWeight(codes, scales, zeros, found[0].group)
 
 
-def _integers(words: Tensor, bits: int, dim: int, order: Sequence[int] | None = None) -> Tensor:
+def _integers(
+    words: Tensor, bits: int, dim: int, order: Sequence[int] | None = None
+) -> Tensor:
     """Return the integers of `bits` in each word, side by side along `dim`, the lowest first."""
     places = torch.tensor(order or range(32 // bits), dtype=torch.int32) * bits
     places = places.view(-1, *(1,) * (1 - dim))
-    return ((words.unsqueeze(dim + 1) >> places) & ((1 << bits) - 1)).flatten(dim, dim + 1)
+    return ((words.unsqueeze(dim + 1) >> places) & ((1 << bits) - 1)).flatten(
+        dim, dim + 1
+    )
 
 
 class _View(Protocol):

@@ -18,7 +18,8 @@ class ComputeFacts(msgspec.Struct, frozen=True):
 
     failure: str = ""  # why torch could not be imported
     torch: str = ""
-    cuda: str = ""  # the CUDA version of torch's build; empty if it was built without CUDA
+    # The CUDA version of torch's build; empty if it was built without CUDA.
+    cuda: str = ""
     driver_cuda: str = ""  # the newest CUDA version that the driver supports
     no_gpu: str = ""  # why torch can use no GPU
     num_gpus: int = 0  # that torch can use
@@ -44,7 +45,8 @@ def compute_facts() -> ComputeFacts:
         no_gpu=no_gpu,
         num_gpus=len(gpus),
         gpu_bytes=max(
-            (torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus), default=0
+            (torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus),
+            default=0,
         ),
         peerless=tuple(
             f"{one}-{two}"

@@ -25,7 +25,11 @@ from baton.protocol.sampling import Penalties, Sampling
 from baton.runtime.host import num_gpus
 
 GIB = 1 << 30
-OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+OUT_OF_MEMORY = (
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
 SMALL = (
     "lower cache.memory_mib, engine.max_num_batched_tokens or engine.max_num_seqs, "
     "or set engine.graphs=none"
@@ -159,7 +163,9 @@ def why_no_gpu() -> str:
             )
         if meaning := meaning_of(str(error)):
             return f"{meaning} ({reason})"
-        return f"the GPU cannot be used; check it and its driver with nvidia-smi: {reason}"
+        return (
+            f"the GPU cannot be used; check it and its driver with nvidia-smi: {reason}"
+        )
     return "" if torch.cuda.device_count() else "CUDA_VISIBLE_DEVICES leaves no GPU"
 
 
@@ -191,7 +197,8 @@ def one_line_errors(device: torch.device, doing: str) -> Iterator[None]:
         raise
     except Exception as error:  # Triton's have no base class but this
         memory = None
-        with suppress(RuntimeError):  # after some errors the device answers no more calls
+        # After some errors the device answers no more calls.
+        with suppress(RuntimeError):
             memory = memory_of(device)
         text = str(error) or type(error).__name__
         if isinstance(error, subprocess.CalledProcessError):
@@ -220,7 +227,9 @@ def free_for_pool(
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     probe.execute(
-        StepPlan(0, (_slice("prompt", 0, min(max_num_batched_tokens, max_model_len), probe),))
+        StepPlan(
+            0, (_slice("prompt", 0, min(max_num_batched_tokens, max_model_len), probe),)
+        )
     )
     # A table as wide as the longest sequence needs the largest workspace.
     decoding = [_slice("longest", max_model_len - 1, 1, probe)]
@@ -263,11 +272,15 @@ def warm_up(runner: Runner) -> None:
     stores go to block 0, which has no owner yet and whose first owner stores before it reads.
     """
     key = Key(RequestId("warm-up"))
-    sampling = Sampling(seed=0, max_tokens=1, top_p=0.9, penalties=Penalties(presence=1.0))
+    sampling = Sampling(
+        seed=0, max_tokens=1, top_p=0.9, penalties=Penalties(presence=1.0)
+    )
     num_blocks = max(1, runner.backend.table_blocks)
     longest = (num_blocks - 1) * runner.cache.pool.shape[4]
     for start, length, width in ((0, 2, 1), (1, 1, 1), (longest, 1, num_blocks)):
-        part = Slice(key, start, length, (0,) * length, (0,) * width, (0,), sampling, 2, past=())
+        part = Slice(
+            key, start, length, (0,) * length, (0,) * width, (0,), sampling, 2, past=()
+        )
         runner.execute(StepPlan(start, (part,)))
 
 

@@ -63,17 +63,28 @@ class DeviceTables:
     the row that was used least recently; if its sequence returns, the whole table is sent again.
     """
 
-    def __init__(self, num_sequences: int, num_blocks: int, device: torch.device) -> None:
-        self.blocks = torch.zeros(1 + num_sequences, num_blocks, dtype=torch.int32, device=device)
+    def __init__(
+        self, num_sequences: int, num_blocks: int, device: torch.device
+    ) -> None:
+        self.blocks = torch.zeros(
+            1 + num_sequences, num_blocks, dtype=torch.int32, device=device
+        )
         self._num_blocks = num_blocks
         self._free = list(range(num_sequences, IDLE_ROW, -1))
-        self._rows: dict[Key, tuple[int, tuple[int, ...]]] = {}  # least recently used first
+        # Least recently used first.
+        self._rows: dict[Key, tuple[int, tuple[int, ...]]] = {}
 
-    def follow(self, key: Key, table: tuple[int, ...], changes: tuple[list[int], list[int]]) -> int:
+    def follow(
+        self, key: Key, table: tuple[int, ...], changes: tuple[list[int], list[int]]
+    ) -> int:
         """Return the row of a sequence with this table; add the changes as (place, block)."""
         row, known = self._rows.pop(key, (0, ()))
         if not row:
-            row = self._free.pop() if self._free else self._rows.pop(next(iter(self._rows)))[0]
+            row = (
+                self._free.pop()
+                if self._free
+                else self._rows.pop(next(iter(self._rows)))[0]
+            )
         if table != known:
             start = len(known) if table[: len(known)] == known else 0
             first = row * self._num_blocks

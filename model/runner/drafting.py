@@ -72,7 +72,9 @@ class _Rows:
         self.slots += [table[at // size] * size + at % size for at in positions]
 
     def batch(self) -> Batch:
-        ids, positions, slots = map(torch.tensor, (self.ids, self.positions, self.slots))
+        ids, positions, slots = map(
+            torch.tensor, (self.ids, self.positions, self.slots)
+        )
         return Batch(ids, positions, slots, tuple(self.chunks))
 
 
@@ -87,7 +89,9 @@ class Drafter:
         self._sampler = sampler
         self._block_size = block_size
 
-    def drafts(self, slices: Sequence[Slice], states: Tensor, sampled: Sequence[int]) -> Tensor:
+    def drafts(
+        self, slices: Sequence[Slice], states: Tensor, sampled: Sequence[int]
+    ) -> Tensor:
         """Return the drafts of all slices, one after the other, after storing the head's rows.
 
         `states`, `[num_tokens, hidden]`, has a row for each token of the slices, and `sampled` an
@@ -130,7 +134,9 @@ class Drafter:
 
     # --- inside --------------------------------------------------------------------------------
 
-    def _draft(self, drafting: Sequence[_Drafting], normed: Tensor, states: Tensor) -> None:
+    def _draft(
+        self, drafting: Sequence[_Drafting], normed: Tensor, states: Tensor
+    ) -> None:
         """Draft token after token, from the head's last row of each slice."""
         samples = SamplingTensors.of(
             [one.sample for one in drafting], self._sampler.eos_token_ids, normed.device
@@ -150,7 +156,9 @@ class Drafter:
             samples.ints[:, POSITION] += 1
             normed, states = self._next(drafting, states)
 
-    def _next(self, drafting: Sequence[_Drafting], states: Tensor) -> tuple[Tensor, Tensor]:
+    def _next(
+        self, drafting: Sequence[_Drafting], states: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Compute the rows of the last drafts, whose tokens before have these states."""
         rows = _Rows(self._block_size)
         for one in drafting:

@@ -23,7 +23,8 @@ from baton.protocol.ids import MAX_BLOCKS
 from baton.protocol.messages import KVLayout, LayerGroup
 
 SPARE_BLOCKS = 1  # blocks after a GPU's pool, for reads that only try a connection
-HOST_SHARE = 0.25  # the share of the free memory; weights and other programs need memory too
+# The share of the free memory; weights and other programs need memory too.
+HOST_SHARE = 0.25
 
 
 class KVCache:
@@ -108,15 +109,28 @@ def _parts(
 
 
 def pool_shape(
-    config: AnyConfig, cache: CacheConfig, num_ranks: int, num_blocks: int, dtype: torch.dtype
+    config: AnyConfig,
+    cache: CacheConfig,
+    num_ranks: int,
+    num_blocks: int,
+    dtype: torch.dtype,
 ) -> tuple[int, ...]:
     group = _group(config, dtype)
     kv_heads = _num_kv_heads(config, num_ranks)
     width = group.width + (dtype == torch.uint8)
-    return (num_blocks, kv_heads, group.num_layers, group.planes, cache.block_size, width)
+    return (
+        num_blocks,
+        kv_heads,
+        group.num_layers,
+        group.planes,
+        cache.block_size,
+        width,
+    )
 
 
-def index_shape(config: AnyConfig, cache: CacheConfig, num_blocks: int) -> tuple[int, ...] | None:
+def index_shape(
+    config: AnyConfig, cache: CacheConfig, num_blocks: int
+) -> tuple[int, ...] | None:
     """Return the shape of the index's keys of each rank, if the model has an index."""
     index = config.index if isinstance(config, DecoderConfig) else None
     if index is None:
@@ -137,7 +151,9 @@ def kv_layout(
         groups = (group, LayerGroup("index", of_index[2], 1, 1, of_index[-1]))
     block_bytes = numbers * dtype.itemsize
     order = (
-        "heads-layers-kv-tokens" if group.kind == "full" else f"heads-layers-{group.kind}-tokens"
+        "heads-layers-kv-tokens"
+        if group.kind == "full"
+        else f"heads-layers-{group.kind}-tokens"
     )
     shared = (
         order,
@@ -183,9 +199,13 @@ def states_of(
     shape = config.state.shape(config.num_kv_heads, num_ranks)
     block_bytes = prod(pool_shape(config, cache, num_ranks, 1, dtype)) * dtype.itemsize
     try:
-        return state_layout(shape, len(config.state.layers), block_bytes, dtype.itemsize)
+        return state_layout(
+            shape, len(config.state.layers), block_bytes, dtype.itemsize
+        )
     except ValueError as error:
-        raise ConfigError(f"cache.block_size: the model's states do not fit: {error}") from None
+        raise ConfigError(
+            f"cache.block_size: the model's states do not fit: {error}"
+        ) from None
 
 
 def _key_order(config: AnyConfig, group: LayerGroup) -> tuple[object, ...]:
@@ -194,7 +214,12 @@ def _key_order(config: AnyConfig, group: LayerGroup) -> tuple[object, ...]:
         return ()
     if config.kinds is not None:
         kinds = config.kinds
-        return (kinds.head_dim, kinds.kv_heads, config.num_stored(), config.num_stored(wide=True))
+        return (
+            kinds.head_dim,
+            kinds.kv_heads,
+            config.num_stored(),
+            config.num_stored(wide=True),
+        )
     rotated = config.rope.rotated(group.width)
     partly = (rotated,) if rotated < group.width else ()
     return (*partly, "neighbours") if config.rope.rotates_neighbours else partly
@@ -206,7 +231,9 @@ def wide_heads(config: AnyConfig, num_ranks: int) -> WideHeads | None:
         return None
     kinds = config.kinds
     own = max(1, kinds.kv_heads // num_ranks)
-    return WideHeads(own, kinds.head_dim, config.num_stored(wide=True), config.num_stored())
+    return WideHeads(
+        own, kinds.head_dim, config.num_stored(wide=True), config.num_stored()
+    )
 
 
 def _of_index(config: AnyConfig) -> tuple[object, ...]:
@@ -231,7 +258,11 @@ def _group(config: AnyConfig, dtype: torch.dtype) -> LayerGroup:
 
 
 def num_blocks_for(
-    cache: CacheConfig, layout: KVLayout, num_ranks: int, num_bytes: int, most_tokens: int
+    cache: CacheConfig,
+    layout: KVLayout,
+    num_ranks: int,
+    num_bytes: int,
+    most_tokens: int,
 ) -> int:
     """Return how many blocks are configured or fit. Raises `ConfigError` if they are too few.
 

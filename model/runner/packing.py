@@ -17,7 +17,12 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from baton.model.layers.attention import AdaptedRows, Batch, Chunk, Tables
-from baton.model.runner.device_state import IDLE_PLACE, IDLE_ROW, DeviceTables, TokenRing
+from baton.model.runner.device_state import (
+    IDLE_PLACE,
+    IDLE_ROW,
+    DeviceTables,
+    TokenRing,
+)
 from baton.model.sampling.device_counts import NO_ROW, DeviceCounts, NewRows
 from baton.model.sampling.penalties import CountedTokens, packed
 from baton.model.sampling.pooling import rows_of
@@ -29,7 +34,8 @@ from baton.protocol.sampling import Sampling
 
 NO_ADAPTER = -1
 NO_WORDS = torch.empty(0, dtype=torch.int64)
-BUCKET_HELD_BACK = 8  # ids that a padded row may exclude; a step with more is not padded
+# Ids that a padded row may exclude; a step with more is not padded.
+BUCKET_HELD_BACK = 8
 IDLE_SAMPLE = SampleRow(Sampling(seed=0, max_tokens=1, temperature=0.0), 0, 0, 1)
 
 NUMPY: dict[torch.dtype, type[np.int64 | np.int32 | np.float64]] = {
@@ -97,16 +103,20 @@ AdaptedPlaces = tuple[ArraySpan, ArraySpan] | None  # `order` and `ends` of rows
 class StepInputs:
     """The inputs of a step in `words`, in host memory or, after one copy, on the device."""
 
-    tokens: ArraySpan  # [3, num_tokens]: ids, below 0 where the ring has them; positions; slots
+    # [3, num_tokens]: ids, below 0 where the ring has them; positions; slots.
+    tokens: ArraySpan
     rows: ArraySpan  # [num_rows]: those whose logits are needed
-    repeats: ArraySpan | None  # [num_samples]: the row of logits of each, if not its own
+    # [num_samples]: the row of logits of each, if not its own.
+    repeats: ArraySpan | None
     places: ArraySpan  # [num_samples]: the place of each sampled token in the ring
     samples: tuple[ArraySpan, ArraySpan, ArraySpan]
     # Of the device's tables: rows, lengths and starts, and the places and blocks that change.
     tables: tuple[ArraySpan, ArraySpan, ArraySpan] | None = None
     changes: tuple[ArraySpan, ArraySpan] | None = None
-    masks: tuple[ArraySpan, ArraySpan] | None = None  # samples that have one, and the masks
-    penalties: tuple[ArraySpan, ArraySpan] | None = None  # as `penalties.packed` returns them
+    # Samples that have one, and the masks.
+    masks: tuple[ArraySpan, ArraySpan] | None = None
+    # As `penalties.packed` returns them.
+    penalties: tuple[ArraySpan, ArraySpan] | None = None
     # Where the device counts tokens: the row of each sample and whether its token is counted, and
     # the fields of `NewRows`.
     counted: ArraySpan | None = None
@@ -128,7 +138,9 @@ class StepInputs:
         ints, reals, held_back = (place.of(self.words) for place in self.samples)
         tensors = SamplingTensors(ints, reals, held_back)
         if self.penalties is not None:
-            tensors = replace(tensors, penalties=[place.of(self.words) for place in self.penalties])
+            tensors = replace(
+                tensors, penalties=[place.of(self.words) for place in self.penalties]
+            )
         if self.counted is not None:
             last_ids = token_ids[self.rows.of(self.words)]
             if self.repeats is not None:
@@ -148,7 +160,8 @@ class PackedStep:
     inputs: StepInputs
     chunks: tuple[Chunk, ...]  # empty if the step is padded
     num_decoding: int  # sequences at the head that decode one token
-    table_blocks: int | None  # of the longest context; None in padded steps means as many as fit
+    # Of the longest context; None in padded steps means as many as fit.
+    table_blocks: int | None
     has_unknown_tokens: bool
     bucket: Bucket | None  # to which it is padded
     # The slices whose samples do not count, and why, if they never will.
@@ -156,15 +169,21 @@ class PackedStep:
     # The samples whose log probabilities are wanted, by the number of the likeliest tokens.
     scored: dict[int, list[int]] = field(default_factory=dict)
 
-    def batch(self, inputs: StepInputs, token_ids: Tensor, tables: DeviceTables | None) -> Batch:
+    def batch(
+        self, inputs: StepInputs, token_ids: Tensor, tables: DeviceTables | None
+    ) -> Batch:
         """Return the batch of `inputs`, which may be a copy of this step's inputs."""
         _, positions, slots = inputs.tokens.of(inputs.words)
         if tables is None or inputs.tables is None:
-            return Batch(token_ids, positions, slots, self.chunks, None, *inputs.adapted_rows())
+            return Batch(
+                token_ids, positions, slots, self.chunks, None, *inputs.adapted_rows()
+            )
         rows, lengths, starts = (place.of(inputs.words) for place in inputs.tables)
         blocks = tables.blocks[:, : self.table_blocks][rows]
         there = Tables(blocks, lengths, starts, self.num_decoding)
-        return Batch(token_ids, positions, slots, self.chunks, there, *inputs.adapted_rows())
+        return Batch(
+            token_ids, positions, slots, self.chunks, there, *inputs.adapted_rows()
+        )
 
 
 @dataclass(slots=True)
@@ -184,8 +203,10 @@ class _Lists:
     changes: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
     has_unknown_tokens: bool = False
     masks: dict[int, Words] = field(default_factory=dict)  # by sample
-    counted: dict[int, CountedTokens] = field(default_factory=dict)  # the same, with penalties
-    rows_of_counts: dict[int, tuple[int, bool]] = field(default_factory=dict)  # by sample
+    # The same, with penalties.
+    counted: dict[int, CountedTokens] = field(default_factory=dict)
+    # By sample.
+    rows_of_counts: dict[int, tuple[int, bool]] = field(default_factory=dict)
     new_rows: NewRows = field(default_factory=NewRows)
     unsampled: dict[int, str] = field(default_factory=dict)
     scored: dict[int, list[int]] = field(default_factory=dict)
@@ -210,15 +231,19 @@ class _Lists:
         self.lengths += [0] * sequences
         if not bucket.num_decoding:
             starts = self.starts or [0]
-            self.starts = starts + starts[-1:] * (bucket.num_sequences + 1 - len(starts))
+            self.starts = starts + starts[-1:] * (
+                bucket.num_sequences + 1 - len(starts)
+            )
 
 
 class ModelFacts(NamedTuple):
     block_size: int
     eos_token_ids: tuple[int, ...]
-    lora_modules: tuple[str, ...] = ()  # the names of the adapters, in the order of their numbers
+    # The names of the adapters, in the order of their numbers.
+    lora_modules: tuple[str, ...] = ()
     state_blocks: int = 0  # that hold the state of a sequence
-    num_lora_slots: int = 0  # the numbers of adapters behind them that may get a name later
+    # The numbers of adapters behind them that may get a name later.
+    num_lora_slots: int = 0
 
 
 class Packer:
@@ -238,7 +263,9 @@ class Packer:
         counts: DeviceCounts | None = None,
     ) -> None:
         """`masks` needs `sampled_at`, which returns the token at a place of the ring."""
-        self._adapters = {name: i for i, name in enumerate(("", *model.lora_modules), NO_ADAPTER)}
+        self._adapters = {
+            name: i for i, name in enumerate(("", *model.lora_modules), NO_ADAPTER)
+        }
         self._num_adapters = len(model.lora_modules) + model.num_lora_slots
         self.buckets: Sequence[Bucket] = ()
         self._block_size = model.block_size
@@ -260,7 +287,9 @@ class Packer:
             self._counts.begin_step(plan.slices)
         for index, part in enumerate(plan.slices):
             if len(part.state) != self._state_blocks:
-                raise InvariantBroken(f"{part.key}: {len(part.state)} blocks hold its state")
+                raise InvariantBroken(
+                    f"{part.key}: {len(part.state)} blocks hold its state"
+                )
             chunks.append(
                 Chunk(
                     len(lists.ids),
@@ -283,10 +312,14 @@ class Packer:
                 self._add_mask(lists, index, part, self._masks)
             self._add_samples(lists, part)
         if any(part.lora for part in plan.slices):
-            numbers = ([self._adapters[part.lora]] * part.length for part in plan.slices)
+            numbers = (
+                [self._adapters[part.lora]] * part.length for part in plan.slices
+            )
             lists.adapters = [*chain.from_iterable(numbers)]
         lists.places = self._sampled.add(plan.slices)
-        num_decoding = next((i for i, one in enumerate(chunks) if one.length > 1), len(chunks))
+        num_decoding = next(
+            (i for i, one in enumerate(chunks) if one.length > 1), len(chunks)
+        )
         width = 0
         if self._tables is not None:
             width = self._add_tables(lists, plan.slices, num_decoding)
@@ -300,7 +333,9 @@ class Packer:
             or lists.pooled
             or lists.adapters
         )
-        bucket = None if is_special else self._bucket(plan.slices, num_decoding, held_back)
+        bucket = (
+            None if is_special else self._bucket(plan.slices, num_decoding, held_back)
+        )
         if bucket is not None:
             return self._padded(plan, lists, held_back, bucket)
         inputs = self._laid(lists, held_back, max(map(len, held_back), default=0))
@@ -332,16 +367,25 @@ class Packer:
     # --- inside --------------------------------------------------------------------------------
 
     def _padded(
-        self, plan: StepPlan, lists: _Lists, held_back: list[tuple[int, ...]], bucket: Bucket
+        self,
+        plan: StepPlan,
+        lists: _Lists,
+        held_back: list[tuple[int, ...]],
+        bucket: Bucket,
     ) -> PackedStep:
         held_back += [()] * (bucket.num_sequences - len(held_back))
         lists.pad(bucket)
         inputs = self._laid(lists, held_back, BUCKET_HELD_BACK, is_padded=True)
         num_decoding = bucket.num_decoding
-        return PackedStep(plan, inputs, (), num_decoding, None, True, bucket, lists.unsampled)
+        return PackedStep(
+            plan, inputs, (), num_decoding, None, True, bucket, lists.unsampled
+        )
 
     def _bucket(
-        self, slices: Sequence[Slice], num_decoding: int, held_back: Sequence[tuple[int, ...]]
+        self,
+        slices: Sequence[Slice],
+        num_decoding: int,
+        held_back: Sequence[tuple[int, ...]],
     ) -> Bucket | None:
         """Return the bucket of a step that only decodes or only computes prompts, if it fits."""
         if not self.buckets or not slices or num_decoding not in (0, len(slices)):
@@ -367,7 +411,8 @@ class Packer:
         length = part.length
         table = part.block_table
         size = self._block_size
-        if length == 1:  # a decode step, for which an array of one element costs more than it saves
+        # A decode step, for which an array of one element costs more than it saves.
+        if length == 1:
             if part.token_ids:
                 lists.ids.append(part.token_ids[0])
             else:
@@ -385,7 +430,9 @@ class Packer:
         slots[: part.num_repeated] = -1  # blocks that others share are not written
         lists.slots += slots.tolist()
 
-    def _is_only_counted(self, lists: _Lists, part: Slice, counts: DeviceCounts) -> bool:
+    def _is_only_counted(
+        self, lists: _Lists, part: Slice, counts: DeviceCounts
+    ) -> bool:
         """Add the row of a slice where the device counts, before `_add_samples`.
 
         Return whether nothing but penalties decides what may come.
@@ -396,7 +443,9 @@ class Packer:
             lists.rows_of_counts[sample] = counted.row, counted.has_token
         return not counted.has_mask
 
-    def _add_mask(self, lists: _Lists, index: int, part: Slice, masks: TokenMasks) -> None:
+    def _add_mask(
+        self, lists: _Lists, index: int, part: Slice, masks: TokenMasks
+    ) -> None:
         """Add the mask that the samples of a slice share, before `_add_samples`."""
         if part.sampling is None:
             return
@@ -423,22 +472,32 @@ class Packer:
         if not part.samples:
             return
         if part.sampling is None:
-            raise InvariantBroken(f"{part.key}: a slice with samples has no sampling parameters")
+            raise InvariantBroken(
+                f"{part.key}: a slice with samples has no sampling parameters"
+            )
         for num_after in range(part.num_guesses, -1, -1):
             position = part.start + part.length - num_after
             num_output_tokens = position - part.num_prompt_tokens
             for choice in part.samples:
                 if part.sampling.logprobs is not None:
-                    lists.scored.setdefault(part.sampling.logprobs, []).append(len(lists.samples))
+                    lists.scored.setdefault(part.sampling.logprobs, []).append(
+                        len(lists.samples)
+                    )
                 lists.repeats.append(len(lists.rows))
-                lists.samples.append(SampleRow(part.sampling, choice, position, num_output_tokens))
+                lists.samples.append(
+                    SampleRow(part.sampling, choice, position, num_output_tokens)
+                )
             lists.rows.append(len(lists.ids) - 1 - num_after)
 
-    def _add_tables(self, lists: _Lists, slices: Sequence[Slice], num_decoding: int) -> int:
+    def _add_tables(
+        self, lists: _Lists, slices: Sequence[Slice], num_decoding: int
+    ) -> int:
         """Return how many blocks the longest context has."""
         assert self._tables is not None
         if len(slices) >= len(self._tables.blocks):
-            raise InvariantBroken(f"{len(slices)} sequences are too many for the tables")
+            raise InvariantBroken(
+                f"{len(slices)} sequences are too many for the tables"
+            )
         width = 0
         start = 0
         for index, part in enumerate(slices):
@@ -485,7 +544,10 @@ class Packer:
             inputs.penalties = into.put(changed), into.put(changes, torch.float64)
         # A captured step has room for the row of every sample.
         if self._counts is not None and (lists.rows_of_counts or is_padded):
-            rows = [lists.rows_of_counts.get(sample, NO_ROW) for sample in range(num_samples)]
+            rows = [
+                lists.rows_of_counts.get(sample, NO_ROW)
+                for sample in range(num_samples)
+            ]
             inputs.counted = into.put(rows, torch.int32)
         if lists.targets:
             inputs.targets = into.put(lists.before), into.put(lists.targets)
@@ -529,7 +591,9 @@ class Packer:
         """Lay the rows that have an adapter, in the order of the adapters."""
         of_row = np.array(adapters, np.int64)
         numbers = np.arange(self._num_adapters)
-        order = np.argsort(of_row, kind="stable")[np.count_nonzero(of_row == NO_ADAPTER) :]
+        order = np.argsort(of_row, kind="stable")[
+            np.count_nonzero(of_row == NO_ADAPTER) :
+        ]
         if not len(order):
             return None
         ends = np.searchsorted(of_row[order], numbers, side="right")

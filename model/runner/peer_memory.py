@@ -57,7 +57,11 @@ class PoolHandle(msgspec.Struct, frozen=True, array_like=True):
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise TransferError(f"not a handle of GPU memory: {error}") from error
         sizes = len(found.handle), len(found.proof)
-        if sizes != (HANDLE_BYTES, PROOF_BYTES) or found.offset < 0 or found.num_words <= 0:
+        if (
+            sizes != (HANDLE_BYTES, PROOF_BYTES)
+            or found.offset < 0
+            or found.num_words <= 0
+        ):
             raise TransferError("not a handle of GPU memory")
         return found
 
@@ -135,7 +139,9 @@ class CudaPeerMemory:
             raise TransferError("the handle is of another pool")
         base = self.driver.open(found.handle)
         owner = self.driver.device_of(base)
-        view = _DeviceArray(base + found.offset, (shape.num_blocks + 1, found.num_words))
+        view = _DeviceArray(
+            base + found.offset, (shape.num_blocks + 1, found.num_words)
+        )
         # Some versions of torch copy the memory if the device is not named or is another one.
         blocks = torch.as_tensor(view, device=torch.device("cuda", owner))
         assert self.stream is not None, "the agent's thread entered"
@@ -156,7 +162,9 @@ class CudaPeerMemory:
             with torch.cuda.stream(self.stream):
                 return checksums_of(self.blocks.view(-1, num_bytes // 4), slices)
         except (RuntimeError, torch.AcceleratorError) as error:
-            raise TransferError(f"the GPU cannot sum blocks: {_first_line(error)}") from error
+            raise TransferError(
+                f"the GPU cannot sum blocks: {_first_line(error)}"
+            ) from error
 
     def copies(self, block_ids: Sequence[int]) -> list[memoryview]:
         assert self.stream is not None, "the agent's thread entered"
@@ -168,14 +176,18 @@ class CudaPeerMemory:
             # The caller gives the blocks back as soon as it has the copies.
             self.stream.synchronize()
         except (RuntimeError, torch.AcceleratorError) as error:
-            raise TransferError(f"the GPU cannot copy blocks: {_first_line(error)}") from error
+            raise TransferError(
+                f"the GPU cannot copy blocks: {_first_line(error)}"
+            ) from error
         return [row.numpy().data.cast("B") for row in copied]
 
     def fill(self, block: int, read: Callable[[memoryview], None]) -> None:
         try:
             torch.cuda.set_device(self.device)
             if self._filling is None:
-                staging = torch.empty_like(self.blocks[0], device="cpu", pin_memory=True)
+                staging = torch.empty_like(
+                    self.blocks[0], device="cpu", pin_memory=True
+                )
                 stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
                 self._filling = staging, stream
             staging, stream = self._filling
@@ -185,7 +197,9 @@ class CudaPeerMemory:
             # The next block takes the same host memory, and the caller says that this one is there.
             stream.synchronize()
         except (RuntimeError, torch.AcceleratorError) as error:
-            raise TransferError(f"the GPU cannot take blocks: {_first_line(error)}") from error
+            raise TransferError(
+                f"the GPU cannot take blocks: {_first_line(error)}"
+            ) from error
 
 
 def checksums_of(blocks: Tensor, ids: NDArray[np.int64]) -> tuple[int, ...]:
@@ -226,7 +240,12 @@ class OpenedPool:
     """
 
     def __init__(
-        self, memory: CudaPeerMemory, blocks: Tensor, base: int, *, has_engine: bool = False
+        self,
+        memory: CudaPeerMemory,
+        blocks: Tensor,
+        base: int,
+        *,
+        has_engine: bool = False,
     ) -> None:
         self._memory = memory
         self._blocks = blocks
@@ -251,10 +270,13 @@ class OpenedPool:
                         source = ends[1] + other * num_bytes
                         memory.driver.copy(target, source, count * num_bytes, stream)
                 else:
-                    ids = torch.from_numpy(np.stack((remote, local)).astype(np.int32)).pin_memory()
+                    ids = torch.from_numpy(
+                        np.stack((remote, local)).astype(np.int32)
+                    ).pin_memory()
                     on_gpu = ids.to(memory.device, non_blocking=True)
                     theirs, ours = (
-                        pool.view(-1, num_bytes // 4) for pool in (self._blocks, memory.blocks)
+                        pool.view(-1, num_bytes // 4)
+                        for pool in (self._blocks, memory.blocks)
                     )
                     move_blocks(theirs, on_gpu[0], ours, on_gpu[1])
                 done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -266,7 +288,9 @@ class OpenedPool:
             try:
                 return bool(done.query())  # type: ignore[no-untyped-call]
             except (RuntimeError, torch.AcceleratorError) as error:
-                raise TransferError(f"the GPU could not copy: {_first_line(error)}") from error
+                raise TransferError(
+                    f"the GPU could not copy: {_first_line(error)}"
+                ) from error
 
         return has_ended
 
@@ -274,10 +298,14 @@ class OpenedPool:
         self._memory.driver.close(self._base)
 
 
-def runs_of(local: NDArray[np.int64], remote: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
+def runs_of(
+    local: NDArray[np.int64], remote: NDArray[np.int64]
+) -> Iterator[tuple[int, int, int]]:
     """Yield the first number of each run of neighbours in both, and how many the run has."""
     is_break = (np.diff(local) != 1) | (np.diff(remote) != 1)
-    for start, end in pairwise([0, *(np.flatnonzero(is_break) + 1).tolist(), len(local)]):
+    for start, end in pairwise(
+        [0, *(np.flatnonzero(is_break) + 1).tolist(), len(local)]
+    ):
         if end > start:
             yield int(local[start]), int(remote[start]), end - start
 

@@ -44,7 +44,12 @@ from baton.model.layers.decoder import Decoder
 from baton.model.layers.linear import Product
 from baton.model.layers.mlp import GroupedProduct
 from baton.model.layers.rotary import rope_table, unrotated
-from baton.model.loading.adapters import NO_SPACE, LoraLoader, LoraSpace, PreparedAdapter
+from baton.model.loading.adapters import (
+    NO_SPACE,
+    LoraLoader,
+    LoraSpace,
+    PreparedAdapter,
+)
 from baton.model.loading.decoder_loading import check_split, load_decoder, local_heads
 from baton.model.loading.draft_loading import load_draft_head
 from baton.model.loading.layer_weights import PackNarrow, RankDevice, linears_for
@@ -91,7 +96,8 @@ from baton.runtime.clock import boottime
 from baton.runtime.host import gpus_of, num_gpus, thread_counts
 from baton.runtime.log import logger
 
-STEP_LIMITS = {"cpu": (512, 64), "cuda": (2048, 256)}  # tokens and sequences of one step
+# Tokens and sequences of one step.
+STEP_LIMITS = {"cpu": (512, 64), "cuda": (2048, 256)}
 # From malloc.h; the largest threshold that glibc takes.
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
@@ -114,7 +120,8 @@ class RankPlan:
     pool_dtype: torch.dtype  # uint8: FP8
     max_model_len: int
     layout: KVLayout
-    num_blocks: int  # 0 on a GPU: as many as fit beside the weights and the largest step
+    # 0 on a GPU: as many as fit beside the weights and the largest step.
+    num_blocks: int
     max_num_batched_tokens: int
     max_num_seqs: int
     adapters: tuple[Adapter, ...] = ()
@@ -139,11 +146,19 @@ class LoadedRank:
         """
         loras = self.runner.loras
         config = self.plan.decoder
-        if loras is None or not loras.space.num_slots or not isinstance(config, DecoderConfig):
-            raise ConfigError("the node was started without model.allow_runtime_lora_updating")
+        if (
+            loras is None
+            or not loras.space.num_slots
+            or not isinstance(config, DecoderConfig)
+        ):
+            raise ConfigError(
+                "the node was started without model.allow_runtime_lora_updating"
+            )
         adapter = read_adapter(load.name, Path(load.path), config)
         digest = fingerprint_of((adapter,)).hex()
-        return loras.prepare(lora_version(load.name, digest), adapter, load.slot), digest
+        return loras.prepare(
+            lora_version(load.name, digest), adapter, load.slot
+        ), digest
 
     def close(self) -> None:
         """End the port, then release the captured steps and the pool."""
@@ -154,7 +169,9 @@ class LoadedRank:
         self.pool.close()
 
 
-def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progress) -> LoadedRank:
+def load_rank(
+    config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progress
+) -> LoadedRank:
     """Load and allocate one rank; sets torch's threads in this process. Raises `ConfigError`."""
     plan = plan_rank(config, ranks.size)
     rope = plan.decoder.rope if isinstance(plan.decoder, DecoderConfig) else None
@@ -235,7 +252,9 @@ def plan_rank(config: ClusterConfig, num_ranks: int) -> RankPlan:
         _check_blocks(decoder, config.cache.block_size)
     found = read_tasks(folder, decoder, config.model.convert)
     if isinstance(decoder, DecoderConfig):
-        decoder = msgspec.structs.replace(decoder, label_token_ids=found.label_token_ids)
+        decoder = msgspec.structs.replace(
+            decoder, label_token_ids=found.label_token_ids
+        )
     limit = decoder.max_position_embeddings
     if config.model.max_model_len > limit:
         raise ConfigError(f"model.max_model_len: the model has {limit} positions")
@@ -246,7 +265,9 @@ def plan_rank(config: ClusterConfig, num_ranks: int) -> RankPlan:
     device = _device(config, decoder, num_ranks)
     max_num_batched_tokens, max_num_seqs = STEP_LIMITS[device.type]
     if device.type == "cuda" and config.engine.max_num_seqs > MAX_SEQUENCES:
-        raise ConfigError(f"engine.max_num_seqs: a GPU takes at most {MAX_SEQUENCES} in one step")
+        raise ConfigError(
+            f"engine.max_num_seqs: a GPU takes at most {MAX_SEQUENCES} in one step"
+        )
     own = decoder if isinstance(decoder, DecoderConfig) else None
     plan = RankPlan(
         folder=folder,
@@ -257,13 +278,16 @@ def plan_rank(config: ClusterConfig, num_ranks: int) -> RankPlan:
         max_model_len=config.model.max_model_len or limit,
         layout=layout,
         num_blocks=0,
-        max_num_batched_tokens=config.engine.max_num_batched_tokens or max_num_batched_tokens,
+        max_num_batched_tokens=config.engine.max_num_batched_tokens
+        or max_num_batched_tokens,
         max_num_seqs=config.engine.max_num_seqs or max_num_seqs,
         adapters=read_adapters(config.model.lora_modules, own),
         lora_space=_lora_space(config.model, own),
         tasks=found.tasks,
     )
-    if device.type == "cuda" and not (config.cache.num_blocks or config.cache.memory_mib):
+    if device.type == "cuda" and not (
+        config.cache.num_blocks or config.cache.memory_mib
+    ):
         return plan
     return _sized(plan, config, num_ranks, host_bytes(config.cache))
 
@@ -271,7 +295,9 @@ def plan_rank(config: ClusterConfig, num_ranks: int) -> RankPlan:
 def _check_blocks(decoder: DecoderConfig, block_size: int) -> None:
     """Raise `ConfigError` unless blocks have the parts, or begin the chunks, that layers need."""
     kinds = decoder.kinds
-    if kinds is not None and block_size % (pieces := decoder.num_kv_heads // kinds.kv_heads):
+    if kinds is not None and block_size % (
+        pieces := decoder.num_kv_heads // kinds.kv_heads
+    ):
         raise ConfigError(
             f"cache.block_size: {block_size} must be a multiple of {pieces}, because {pieces} KV "
             "heads of a block share one of the layers that see everything"
@@ -293,7 +319,9 @@ def _lora_space(model: ModelConfig, decoder: DecoderConfig | None) -> LoraSpace:
     return LoraSpace(model.max_loras + 1, model.max_lora_rank)
 
 
-def _pool_dtype(config: ClusterConfig, decoder: AnyConfig, dtype: torch.dtype) -> torch.dtype:
+def _pool_dtype(
+    config: ClusterConfig, decoder: AnyConfig, dtype: torch.dtype
+) -> torch.dtype:
     """Return what KV blocks hold. Raises `ConfigError` for a model that has no FP8 blocks."""
     if config.engine.kv_cache_dtype == "auto":
         return dtype
@@ -307,7 +335,9 @@ def _pool_dtype(config: ClusterConfig, decoder: AnyConfig, dtype: torch.dtype) -
     elif decoder.latent is not None:
         refused = "the model stores latent rows (MLA), which are small already"
     if refused:
-        raise ConfigError(f"engine.kv_cache_dtype: fp8 is not supported where {refused}; use auto")
+        raise ConfigError(
+            f"engine.kv_cache_dtype: fp8 is not supported where {refused}; use auto"
+        )
     return torch.uint8
 
 
@@ -330,11 +360,15 @@ def _described(config: ClusterConfig, folder: Path, num_ranks: int) -> AnyConfig
     return examine(folder, config.model.max_model_len)
 
 
-def _sized(plan: RankPlan, config: ClusterConfig, num_ranks: int, num_bytes: int) -> RankPlan:
+def _sized(
+    plan: RankPlan, config: ClusterConfig, num_ranks: int, num_bytes: int
+) -> RankPlan:
     """Return the plan with the blocks that are configured or fit `num_bytes`."""
     of_state = plan.layout.state_blocks * plan.layout.block_size
     most_tokens = plan.max_num_seqs * (plan.max_model_len + of_state)
-    num_blocks = num_blocks_for(config.cache, plan.layout, num_ranks, num_bytes, most_tokens)
+    num_blocks = num_blocks_for(
+        config.cache, plan.layout, num_ranks, num_bytes, most_tokens
+    )
     return replace(plan, num_blocks=num_blocks)
 
 
@@ -346,7 +380,10 @@ def load_runner(
     library = None
     if plan.device.type == "cpu":
         library = cpu_library(
-            plan.dtype, plan.pool_dtype, config.engine.kernels, partial(progress, "kernels")
+            plan.dtype,
+            plan.pool_dtype,
+            config.engine.kernels,
+            partial(progress, "kernels"),
         )
     place = RankDevice(
         plan.dtype,
@@ -377,7 +414,9 @@ def load_runner(
         runner, device_pool = _on_gpu(plan, config, decoder, progress)
         runner.loras = loras
         return runner, device_pool
-    shape = pool_shape(plan.decoder, config.cache, ranks.size, plan.num_blocks, plan.pool_dtype)
+    shape = pool_shape(
+        plan.decoder, config.cache, ranks.size, plan.num_blocks, plan.pool_dtype
+    )
     pool = HostPool(plan.num_blocks, plan.layout.block_bytes)
     states = states_of(plan.decoder, config.cache, ranks.size, plan.pool_dtype)
     of_index = index_shape(plan.decoder, config.cache, plan.num_blocks)
@@ -388,7 +427,9 @@ def load_runner(
     index = _index_pool(plan, cache)
     sizes = num_heads, *_rotation(plan), PoolParts(states, wide, index)
     backend = (
-        CpuBackend(library, cache.pool, *sizes) if library else PlainBackend(cache.pool, *sizes)
+        CpuBackend(library, cache.pool, *sizes)
+        if library
+        else PlainBackend(cache.pool, *sizes)
     )
     if not isinstance(decoder, Decoder):
         from baton.model.transformers_code.transformers_decoder import try_rows
@@ -459,10 +500,14 @@ def _on_gpu(
     ranks = decoder.ranks
 
     def runner_over(num_blocks: int, generations: HostPool | None = None) -> Runner:
-        shape = pool_shape(plan.decoder, config.cache, ranks.size, num_blocks, plan.pool_dtype)
+        shape = pool_shape(
+            plan.decoder, config.cache, ranks.size, num_blocks, plan.pool_dtype
+        )
         with shareable_memory():
             of_index = index_shape(plan.decoder, config.cache, num_blocks)
-            cache = device_cache(shape, plan.pool_dtype, plan.device, generations, of_index)
+            cache = device_cache(
+                shape, plan.pool_dtype, plan.device, generations, of_index
+            )
         num_heads, _ = local_heads(plan.decoder, ranks.size)
         backend = CudaBackend(
             cache.pool,
@@ -473,16 +518,26 @@ def _on_gpu(
         )
         vocab = plan.decoder.vocab_size
         counts = DeviceCounts(plan.max_num_seqs, vocab, plan.device, penalize_counted)
-        sampler = Sampler(plan.decoder.eos_token_ids, sample_tokens, _masks(plan), counts)
-        return Runner(decoder, backend, cache, sampler, CudaQueue(plan.device), boottime)
+        sampler = Sampler(
+            plan.decoder.eos_token_ids, sample_tokens, _masks(plan), counts
+        )
+        return Runner(
+            decoder, backend, cache, sampler, CudaQueue(plan.device), boottime
+        )
 
     if not plan.num_blocks:
         probe = runner_over(1)
         num_bytes = free_for_pool(
-            probe, plan.max_num_batched_tokens, plan.max_num_seqs, plan.max_model_len, config.cache
+            probe,
+            plan.max_num_batched_tokens,
+            plan.max_num_seqs,
+            plan.max_model_len,
+            config.cache,
         )
         if num_bytes < plan.layout.block_bytes:
-            raise NodeError(line_without_pool(memory_of(plan.device), plan.layout.block_bytes))
+            raise NodeError(
+                line_without_pool(memory_of(plan.device), plan.layout.block_bytes)
+            )
         plan = _sized(plan, config, 1, num_bytes)
         plan = replace(plan, num_blocks=least(ranks, plan.num_blocks, plan.device))
         del probe
@@ -491,7 +546,11 @@ def _on_gpu(
     progress("kv pool", 1, 1)
     pool = runner.cache.blocks
     memory = PoolMemory(
-        pool.data_ptr(), plan.num_blocks, plan.layout.block_bytes, str(plan.device), SPARE_BLOCKS
+        pool.data_ptr(),
+        plan.num_blocks,
+        plan.layout.block_bytes,
+        str(plan.device),
+        SPARE_BLOCKS,
     )
     return runner, DevicePool(memory, table, CudaPeerMemory(pool, plan.num_blocks))
 
@@ -501,7 +560,9 @@ def _rotation(plan: RankPlan) -> tuple[list[Tensor], float]:
     model = plan.decoder
     if isinstance(model, TransformersConfig):
         return [unrotated(model.head_dim, plan.max_model_len)], 0.0
-    tables = [rope_table(rope, width, plan.max_model_len) for rope, width in model.rotations]
+    tables = [
+        rope_table(rope, width, plan.max_model_len) for rope, width in model.rotations
+    ]
     return tables, model.rms_norm_eps
 
 
@@ -530,7 +591,8 @@ def compute_path(runner: Runner) -> str:
     """Return a text that is equal for ranks of one model that should compute the same bits."""
     digest = hashlib.blake2b(runner.backend.name.encode(), digest_size=6)
     digest.update(runner.decoder.source.encode())
-    if (size := runner.decoder.ranks.size) > 1:  # each product is a sum of this many parts
+    # Each product is a sum of this many parts.
+    if (size := runner.decoder.ranks.size) > 1:
         digest.update(str(size).encode())
     if runner.device.type == "cuda":
         digest.update(torch.cuda.get_device_name(runner.device).encode())
@@ -601,4 +663,6 @@ def _lacking_on_gpus(config: ClusterConfig, decoder: AnyConfig, num_ranks: int) 
     shape = pool_shape(decoder, config.cache, num_ranks, 1, torch.bfloat16)
     rotary_dim = decoder.rotary_dim if isinstance(decoder, DecoderConfig) else 0
     capability = torch.cuda.get_device_capability(0)
-    return missing_for(shape, local_heads(decoder, num_ranks)[0], rotary_dim, capability)
+    return missing_for(
+        shape, local_heads(decoder, num_ranks)[0], rotary_dim, capability
+    )

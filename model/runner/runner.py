@@ -23,7 +23,13 @@ from baton.model.loading.adapters import LoraLoader, PreparedAdapter
 from baton.model.runner.device_state import RING_TOKENS, DeviceTables
 from baton.model.runner.drafting import Drafter
 from baton.model.runner.kv_cache import KVCache
-from baton.model.runner.packing import Bucket, ModelFacts, PackedStep, Packer, StepInputs
+from baton.model.runner.packing import (
+    Bucket,
+    ModelFacts,
+    PackedStep,
+    Packer,
+    StepInputs,
+)
 from baton.model.runner.step_queue import GraphQueue, StepQueue, StepWork
 from baton.model.sampling.logprobs import (
     packed_logprobs,
@@ -41,7 +47,8 @@ from baton.runtime.clock import Clock
 # Sequences with a table on the device: as many as the kernels take in one step.
 MAX_SEQUENCES = 1024
 NO_TOKEN = -1  # stands for one that could not be sampled
-SPARE_WORDS = 1 << 16  # room for changes of block tables; a step with more changes runs eagerly
+# Room for changes of block tables; a step with more changes runs eagerly.
+SPARE_WORDS = 1 << 16
 
 
 class StepDecoder(Protocol):
@@ -129,7 +136,12 @@ class Runner:
             decoder.num_lora_slots,
         )
         self._packer = Packer(
-            facts, self._tables, self._queue.allocate, sampler.masks, self._sampled, sampler.counts
+            facts,
+            self._tables,
+            self._queue.allocate,
+            sampler.masks,
+            self._sampled,
+            sampler.counts,
         )
         self.drafter: Drafter | None = None
         self.loras: LoraLoader | None = None  # reads adapters at run time
@@ -141,12 +153,17 @@ class Runner:
     def capture(self, buckets: Sequence[Bucket], progress: Progress) -> None:
         """Capture the steps of these sizes on the thread that launches plans."""
         assert isinstance(self._queue, GraphQueue), "a CPU has no graphs"
-        largest_first = sorted(buckets, reverse=True)  # all share the memory of the largest
-        most_words = max(len(self._packer.idle(bucket).inputs.words) for bucket in buckets)
+        # All share the memory of the largest.
+        largest_first = sorted(buckets, reverse=True)
+        most_words = max(
+            len(self._packer.idle(bucket).inputs.words) for bucket in buckets
+        )
         self._graphs = StepGraphs(most_words, self.device)
         for done, bucket in enumerate(largest_first):
             progress("graphs", done, len(buckets))
-            self._graphs.capture(self._packer.idle(bucket), self._queue.capture, self._forward)
+            self._graphs.capture(
+                self._packer.idle(bucket), self._queue.capture, self._forward
+            )
         self._packer.buckets = buckets
         progress("graphs", len(buckets), len(buckets))
 
@@ -178,8 +195,12 @@ class Runner:
             return StepResult(step.step_id, (), launched_s, self._clock())
         ids = iter(self._queue.collect())
         plan = step.plan
-        tokens = [tuple(next(ids) for _ in range(part.num_sampled)) for part in plan.slices]
-        broken = {index: NOT_FINITE for index, ids in enumerate(tokens) if NO_TOKEN in ids}
+        tokens = [
+            tuple(next(ids) for _ in range(part.num_sampled)) for part in plan.slices
+        ]
+        broken = {
+            index: NOT_FINITE for index, ids in enumerate(tokens) if NO_TOKEN in ids
+        }
         logprobs = _logprobs(step, ids) if step.scored else ()
         of_prompts = _prompt_logprobs(step, ids) if step.inputs.targets else ()
         pooled: dict[int, bytes] = {}
@@ -245,7 +266,9 @@ class Runner:
         if self._tables is not None and inputs.changes is not None:
             self._tables.write(*(place.of(inputs.words) for place in inputs.changes))
         if self.sampler.counts is not None and inputs.new_rows:
-            self.sampler.counts.write([place.of(inputs.words) for place in inputs.new_rows])
+            self.sampler.counts.write(
+                [place.of(inputs.words) for place in inputs.new_rows]
+            )
 
     def _batch(self, step: PackedStep, inputs: StepInputs) -> Batch:
         ids = inputs.tokens.of(inputs.words)[0]
@@ -284,26 +307,37 @@ class Runner:
             return ids
         num_samples = len(step.inputs.places.of(step.inputs.words))
         sampled_ids = ids[:num_samples].tolist()
-        return torch.cat([ids, self.drafter.drafts(step.plan.slices, every, sampled_ids)])
+        return torch.cat(
+            [ids, self.drafter.drafts(step.plan.slices, every, sampled_ids)]
+        )
 
     def _of_all_rows(self, batch: Batch, drafter: Drafter) -> tuple[Tensor, Tensor]:
         """Return what the model's head takes of all rows, and what that which drafts takes."""
         rows = torch.arange(batch.num_tokens)
         whole = replace(batch, adapted_outputs=batch.adapted)
         taps = Taps(drafter.head.tapped)
-        hidden = self.decoder.hidden(whole, rows, self.backend, are_many=True, taps=taps)
+        hidden = self.decoder.hidden(
+            whole, rows, self.backend, are_many=True, taps=taps
+        )
         return hidden, drafter.head.states(hidden, taps)
 
-    def _scored(self, step: PackedStep, inputs: StepInputs, hidden: Tensor) -> list[Tensor]:
+    def _scored(
+        self, step: PackedStep, inputs: StepInputs, hidden: Tensor
+    ) -> list[Tensor]:
         """Return the log probabilities of the tokens after the rows `hidden`, by slice."""
         if inputs.targets is None:
             return []
         parts = [part for part in step.plan.slices if part.targets]
         lengths = [len(part.targets) for part in parts]
         next_ids = inputs.targets[1]
-        pieces = torch.split(hidden, lengths), torch.split(next_ids.of(inputs.words), lengths)
+        pieces = (
+            torch.split(hidden, lengths),
+            torch.split(next_ids.of(inputs.words), lengths),
+        )
         return [
-            packed_prompt(partial(self._logits_of, part.lora), own, tokens, part.num_top).view(-1)
+            packed_prompt(
+                partial(self._logits_of, part.lora), own, tokens, part.num_top
+            ).view(-1)
             for part, own, tokens in zip(parts, *pieces, strict=True)
         ]
 
@@ -312,7 +346,11 @@ class Runner:
         if not len(hidden):
             return []
         wanted = [(part.pooling, part.length) for part in step.plan.slices]
-        pooled = [(how, len(rows_of(how, 0, length))) for how, length in wanted if how is not None]
+        pooled = [
+            (how, len(rows_of(how, 0, length)))
+            for how, length in wanted
+            if how is not None
+        ]
         pieces = torch.split(hidden, [num_rows for _, num_rows in pooled])
         return [
             packed_rows(how, rows, self.decoder.classify)
@@ -324,7 +362,9 @@ class Runner:
         adapted = self._packer.all_of(lora, hidden) if lora else None
         return self.decoder.logits(hidden, self.backend, adapted)
 
-    def _sample(self, step: PackedStep, inputs: StepInputs, hidden: Tensor, batch: Batch) -> Tensor:
+    def _sample(
+        self, step: PackedStep, inputs: StepInputs, hidden: Tensor, batch: Batch
+    ) -> Tensor:
         """Return the sampled ids, and behind them log probabilities of those that want them.
 
         An id is `NO_TOKEN` where the hidden state has NaN or infinity, as the logits have then.
@@ -339,14 +379,20 @@ class Runner:
         if not len(places):
             return places
         # Copies, because sampling may change them.
-        raw = [torch.stack([logits[one] for one in samples]) for samples in step.scored.values()]
+        raw = [
+            torch.stack([logits[one] for one in samples])
+            for samples in step.scored.values()
+        ]
         ids = self.sampler.sample(logits, inputs.sampled(batch.token_ids))
-        self._ring[places] = ids  # valid ids, which a step that is launched already may take
+        # Valid ids, which a step that is launched already may take.
+        self._ring[places] = ids
         shown = ids.masked_fill(is_broken, NO_TOKEN)
         if not raw:
             return shown
         found = (
-            packed_logprobs(rows, torch.stack([ids[one] for one in samples]), num_top).view(-1)
+            packed_logprobs(
+                rows, torch.stack([ids[one] for one in samples]), num_top
+            ).view(-1)
             for rows, (num_top, samples) in zip(raw, step.scored.items(), strict=True)
         )
         return torch.cat([shown, *found])
@@ -361,7 +407,9 @@ class StepGraphs:
     """
 
     def __init__(self, num_words: int, device: torch.device) -> None:
-        self._words = torch.zeros(num_words + SPARE_WORDS, dtype=torch.int64, device=device)
+        self._words = torch.zeros(
+            num_words + SPARE_WORDS, dtype=torch.int64, device=device
+        )
         self._replays: dict[Bucket | None, StepWork] = {}
 
     def capture(
@@ -375,12 +423,18 @@ class StepGraphs:
         self._replays[step.bucket] = capture(lambda: forward(step, inputs))
 
     def takes(self, step: PackedStep) -> bool:
-        return step.bucket in self._replays and len(step.inputs.words) <= len(self._words)
+        return step.bucket in self._replays and len(step.inputs.words) <= len(
+            self._words
+        )
 
-    def replay(self, step: PackedStep, write_tables: Callable[[StepInputs], None]) -> Tensor:
+    def replay(
+        self, step: PackedStep, write_tables: Callable[[StepInputs], None]
+    ) -> Tensor:
         """Run a step, and return the ids of its rows without the padding."""
         write_tables(self._filled(step))
-        return self._replays[step.bucket]()[: sum(part.num_sampled for part in step.plan.slices)]
+        return self._replays[step.bucket]()[
+            : sum(part.num_sampled for part in step.plan.slices)
+        ]
 
     def _filled(self, step: PackedStep) -> StepInputs:
         """Copy the inputs to where the graphs read them, which is the only copy of a step."""
@@ -402,14 +456,21 @@ def _logprobs(
     return tuple(
         (index, tuple(found[sample] for sample in range(end - part.num_sampled, end)))
         for index, (part, end) in enumerate(zip(step.plan.slices, ends, strict=True))
-        if part.samples and part.sampling is not None and part.sampling.logprobs is not None
+        if part.samples
+        and part.sampling is not None
+        and part.sampling.logprobs is not None
     )
 
 
-def _prompt_logprobs(step: PackedStep, words: Iterator[int]) -> tuple[tuple[int, bytes], ...]:
+def _prompt_logprobs(
+    step: PackedStep, words: Iterator[int]
+) -> tuple[tuple[int, bytes], ...]:
     """Read, by slice, what `_forward` has added behind them."""
     return tuple(
-        (index, array("q", islice(words, len(part.targets) * (1 + part.num_top))).tobytes())
+        (
+            index,
+            array("q", islice(words, len(part.targets) * (1 + part.num_top))).tobytes(),
+        )
         for index, part in enumerate(step.plan.slices)
         if part.targets
     )

@@ -12,7 +12,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-StepWork = Callable[[], Tensor]  # returns the sampled ids, [num_samples] int64, on the device
+# Returns the sampled ids, [num_samples] int64, on the device.
+StepWork = Callable[[], Tensor]
 
 
 class StepQueue(Protocol):
@@ -76,7 +77,9 @@ class HostQueue:
         return ids
 
     def wait(self) -> None:
-        assert not self._work, "a step on a CPU is collected before the next one is packed"
+        assert not self._work, (
+            "a step on a CPU is collected before the next one is packed"
+        )
 
 
 class CudaQueue:
@@ -131,7 +134,10 @@ class CudaQueue:
             # In this mode, CUDA calls of other threads, such as NCCL's watchdog, do not invalidate
             # a capture.
             with torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+                graph,
+                pool=self._pool,
+                stream=self._stream,
+                capture_error_mode="thread_local",
             ):
                 ids = work()
 

@@ -47,9 +47,13 @@ class DeviceCounts:
         self, num_rows: int, vocab_size: int, device: torch.device, kernel: CountKernel
     ) -> None:
         self._kernel = kernel
-        self._words = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=device)
+        self._words = torch.zeros(
+            num_rows, vocab_size, dtype=torch.int32, device=device
+        )
         self._factors = torch.ones(num_rows, 3, dtype=torch.float64, device=device)
-        self._biases = torch.zeros(num_rows, MAX_BIASES, dtype=torch.float64, device=device)
+        self._biases = torch.zeros(
+            num_rows, MAX_BIASES, dtype=torch.float64, device=device
+        )
         self._free = list(range(num_rows))
         self._rows: dict[Key, tuple[int, bool]] = {}  # and whether there is a mask
 
@@ -85,7 +89,9 @@ class DeviceCounts:
         self._factors.index_copy_(0, rows, factors)
         self._biases[:, : biases.shape[1]].index_copy_(0, rows, biases)
 
-    def penalize(self, logits: Tensor, counted: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def penalize(
+        self, logits: Tensor, counted: Tensor, token_ids: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Count the tokens; return changed logits of the samples that have a row, and the rows."""
         tables = self._words, self._factors, self._biases
         return self._kernel(logits, *tables, counted, token_ids.contiguous()), counted
@@ -96,14 +102,21 @@ class DeviceCounts:
         end = part.start + len(part.token_ids)
         output = known[len(known) - max(0, end - part.num_prompt_tokens) :]
         prompt = known[: len(known) - len(output)]
-        words = {token_id: i << BIAS_SHIFT for i, (token_id, _) in enumerate(penalties.bias, 1)}
+        words = {
+            token_id: i << BIAS_SHIFT
+            for i, (token_id, _) in enumerate(penalties.bias, 1)
+        }
         for token_id in set(prompt) if penalties.repetition != 1.0 else ():
             words[token_id] = words.get(token_id, 0) + 1
         for token_id in output:
             words[token_id] = words.get(token_id, 0) + 2
-        known_words = {token_id: word for token_id, word in words.items() if token_id < vocab}
+        known_words = {
+            token_id: word for token_id, word in words.items() if token_id < vocab
+        }
         new.rows.append(row)
-        new.factors.append((penalties.presence, penalties.frequency, penalties.repetition))
+        new.factors.append(
+            (penalties.presence, penalties.frequency, penalties.repetition)
+        )
         new.biases.append([bias for _, bias in penalties.bias])
         new.places += [row * vocab + token_id for token_id in known_words]
         new.words += [_signed(word) for word in known_words.values()]

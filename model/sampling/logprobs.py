@@ -27,12 +27,17 @@ def packed_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
 
 
 def packed_prompt(
-    logits_of: Callable[[Tensor], Tensor], hidden: Tensor, token_ids: Tensor, num_top: int
+    logits_of: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    token_ids: Tensor,
+    num_top: int,
 ) -> Tensor:
     """Return the same of `hidden`, of which few rows at a time have logits."""
     pieces = torch.split(hidden, _LOGITS_ROWS), torch.split(token_ids, _LOGITS_ROWS)
     parts = zip(*pieces, strict=True)
-    return torch.cat([packed_logprobs(logits_of(part), ids, num_top) for part, ids in parts])
+    return torch.cat(
+        [packed_logprobs(logits_of(part), ids, num_top) for part, ids in parts]
+    )
 
 
 def unpacked_logprobs(words: Sequence[int]) -> TokenLogprobs:
@@ -50,7 +55,9 @@ def _packed(logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
     rank = (logits > chosen).count_nonzero(dim=1)[:, None] + 1
     top = _likeliest(logits, num_top)
     found = torch.cat([chosen, logits.gather(1, top)], dim=1) - total
-    pairs = torch.stack([torch.cat([rank, top], dim=1).int(), found.float().view(torch.int32)], 2)
+    pairs = torch.stack(
+        [torch.cat([rank, top], dim=1).int(), found.float().view(torch.int32)], 2
+    )
     return pairs.view(torch.int64).squeeze(2)
 
 

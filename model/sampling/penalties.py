@@ -68,12 +68,16 @@ class CountedTokens:
         return place
 
 
-def packed(by_sample: Mapping[int, CountedTokens]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def packed(
+    by_sample: Mapping[int, CountedTokens],
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return the samples and ids [2, n] of the logits that change, and their changes [3, n]."""
     samples = [np.full(len(one.ids), sample) for sample, one in by_sample.items()]
     ids = [one.ids for one in by_sample.values()]
     changes = [one.changes for one in by_sample.values()]
-    return np.stack([np.concatenate(samples), np.concatenate(ids)]), np.concatenate(changes, axis=1)
+    return np.stack([np.concatenate(samples), np.concatenate(ids)]), np.concatenate(
+        changes, axis=1
+    )
 
 
 def penalize(logits: Tensor, places: Tensor, changes: Tensor) -> None:
@@ -81,5 +85,7 @@ def penalize(logits: Tensor, places: Tensor, changes: Tensor) -> None:
     samples, ids = places
     values = logits[samples, ids].to(torch.float64) + changes[BIAS]
     divisors = changes[DIVISOR]
-    values = torch.where(values > 0, values / divisors, values * divisors) - changes[MINUEND]
+    values = (
+        torch.where(values > 0, values / divisors, values * divisors) - changes[MINUEND]
+    )
     logits[samples, ids] = values.to(logits.dtype)

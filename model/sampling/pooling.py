@@ -27,14 +27,18 @@ def rows_of(pooling: Pooling, first: int, length: int) -> range:
     return range(row, row + 1)
 
 
-def packed_rows(pooling: Pooling, rows: Tensor, classify: Callable[[Tensor], Tensor]) -> Tensor:
+def packed_rows(
+    pooling: Pooling, rows: Tensor, classify: Callable[[Tensor], Tensor]
+) -> Tensor:
     """Return the integers for `rows` `[num_rows, hidden]`, those that `rows_of` names.
 
     `classify` returns the numbers of the model's classifier `[num_rows, labels]`.
     """
     is_finite = rows.isfinite().all()
     if pooling == "mean":
-        words = torch.stack([_sums(part) for part in torch.split(rows, _ROWS)]).sum(dim=0)
+        words = torch.stack([_sums(part) for part in torch.split(rows, _ROWS)]).sum(
+            dim=0
+        )
         num_bytes = len(words) * _WORD_BYTES
     else:
         numbers = (classify(rows) if pooling == "classify" else rows)[0].float()

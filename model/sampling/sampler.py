@@ -70,22 +70,30 @@ class SamplingTensors:
 
     ints: Tensor  # [num_samples, 4] int64: seed, choice, position, top_k
     reals: Tensor  # [num_samples, 3] float64: temperature, log of min_p, top_p
-    held_back: Tensor  # [num_samples, width] int32: ids that may not be sampled; -1 names none
+    # [num_samples, width] int32: ids that may not be sampled; -1 names none.
+    held_back: Tensor
     masked: Tensor | None = None  # [num_masks] int64: the samples that have masks
-    masks: Tensor | None = None  # [num_masks, words] int32: a bit for each id that may be sampled
+    # [num_masks, words] int32: a bit for each id that may be sampled.
+    masks: Tensor | None = None
     penalties: Sequence[Tensor] = ()  # the places and changes that `penalize` takes
-    counted: Sequence[Tensor] = ()  # the rows and tokens that `DeviceCounts.penalize` takes
+    # The rows and tokens that `DeviceCounts.penalize` takes.
+    counted: Sequence[Tensor] = ()
 
     @classmethod
     def of(
-        cls, rows: Sequence[SampleRow], eos_token_ids: Sequence[int], device: torch.device
+        cls,
+        rows: Sequence[SampleRow],
+        eos_token_ids: Sequence[int],
+        device: torch.device,
     ) -> "SamplingTensors":
         held_back = [row.held_back(eos_token_ids) for row in rows]
         width = max(map(len, held_back))
         filled = [[*ids, *[-1] * (width - len(ids))] for ids in held_back]
         return cls(
             torch.tensor([row.ints for row in rows], device=device),
-            torch.tensor([row.reals for row in rows], dtype=torch.float64, device=device),
+            torch.tensor(
+                [row.reals for row in rows], dtype=torch.float64, device=device
+            ),
             torch.tensor(filled, dtype=torch.int32, device=device),
         )
 
@@ -95,7 +103,9 @@ class SamplingTensors:
 
 # Samples as `Sampler` does, from logits, the fields of `SamplingTensors`, and what
 # `DeviceCounts.penalize` returns.
-SampleKernel = Callable[[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None], Tensor]
+SampleKernel = Callable[
+    [Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None], Tensor
+]
 
 
 class Sampler:
@@ -144,7 +154,9 @@ class Sampler:
             changed = None
             if self.counts is not None and samples.counted:
                 changed = self.counts.penalize(logits, *samples.counted)
-            return self._kernel(logits, samples.ints, samples.reals, samples.held_back, changed)
+            return self._kernel(
+                logits, samples.ints, samples.reals, samples.held_back, changed
+            )
         _hold_back(logits, samples.held_back)
         warm = samples.reals[:, TEMPERATURE] >= MIN_TEMPERATURE
         random: list[int] = warm.nonzero().flatten().tolist()
@@ -168,10 +180,16 @@ class Sampler:
             tokens.append(weights.argmax(dim=-1))
         return torch.cat(tokens)
 
-    def _exponentials(self, samples: SamplingTensors, vocab: int, device: torch.device) -> Tensor:
+    def _exponentials(
+        self, samples: SamplingTensors, vocab: int, device: torch.device
+    ) -> Tensor:
         """Return standard exponential noise [rows, vocab], by splitmix64 of (row key, token id)."""
-        row_keys = [[_signed(_row_key(*ints[:TOP_K]))] for ints in samples.ints.tolist()]
-        bits = torch.tensor(row_keys, device=device) + self._counter_steps(vocab, device)
+        row_keys = [
+            [_signed(_row_key(*ints[:TOP_K]))] for ints in samples.ints.tolist()
+        ]
+        bits = torch.tensor(row_keys, device=device) + self._counter_steps(
+            vocab, device
+        )
         bits ^= (bits >> 30) & ((1 << 34) - 1)
         bits *= _signed(MIX_1)
         bits ^= (bits >> 27) & ((1 << 37) - 1)
@@ -197,7 +215,9 @@ def compiled(kernel: CpuSampler) -> SampleKernel:
         logits: Tensor, ints: Tensor, reals: Tensor, held_back: Tensor, _changed: object
     ) -> Tensor:
         _hold_back(logits, held_back)
-        return torch.tensor(kernel.sample(logits.contiguous(), ints.numpy(), reals.numpy()))
+        return torch.tensor(
+            kernel.sample(logits.contiguous(), ints.numpy(), reals.numpy())
+        )
 
     return sample
 
@@ -248,8 +268,12 @@ def _keep_top_k(scaled: Tensor, limits: Sequence[int]) -> None:
     if not limited:
         return
     picked = torch.tensor(limited, device=scaled.device)
-    largest = scaled[picked].topk(max(limits[index] for index in limited), dim=-1).values
-    last = torch.tensor([[limits[index] - 1] for index in limited], device=scaled.device)
+    largest = (
+        scaled[picked].topk(max(limits[index] for index in limited), dim=-1).values
+    )
+    last = torch.tensor(
+        [[limits[index] - 1] for index in limited], device=scaled.device
+    )
     part = scaled[picked]
     scaled[picked] = part.masked_fill_(part < largest.gather(1, last), -math.inf)
 
@@ -263,7 +287,9 @@ def _keep_top_p(weights: Tensor, shares: Sequence[float]) -> None:
     part = weights[picked]
     total = (part * WEIGHT_SCALE).to(torch.int64).sum(dim=-1, keepdim=True)
     share = torch.tensor(
-        [[shares[index]] for index in limited], dtype=torch.float64, device=weights.device
+        [[shares[index]] for index in limited],
+        dtype=torch.float64,
+        device=weights.device,
     )
     wanted = (total * share).to(torch.int64)
     vocab = weights.shape[1]

@@ -78,7 +78,9 @@ class _Output:
 class TokenMasks:
     """The masks of one rank."""
 
-    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]
+    ) -> None:
         self.num_words = -(-vocab_size // 32)
         self._folder = folder
         self._vocab_size = vocab_size
@@ -102,7 +104,9 @@ class TokenMasks:
         assert sampling is not None
         output: _Output | NoMask | None = self._last.get(part.key)
         if part.past is not None:
-            output = self._begin(sampling, part.past, min(part.start, part.num_prompt_tokens))
+            output = self._begin(
+                sampling, part.past, min(part.start, part.num_prompt_tokens)
+            )
         if output is None or isinstance(output, NoMask):
             return output or NoMask()
         # Of a prompt's last chunk, the first tokens are no output.
@@ -155,11 +159,15 @@ class TokenMasks:
         if sampling.allowed_token_ids or sampling.bad_words or matcher is not None:
             bits = np.zeros(32 * self.num_words, np.bool_)
             if ids := sampling.allowed_token_ids:
-                bits[[token_id for token_id in ids if token_id < self._vocab_size]] = True
+                bits[[token_id for token_id in ids if token_id < self._vocab_size]] = (
+                    True
+                )
             else:
                 bits[: self._vocab_size] = True
             words = np.packbits(bits, bitorder="little").view(np.int32)
-        counted = None if sampling.penalties is None else CountedTokens(sampling.penalties)
+        counted = (
+            None if sampling.penalties is None else CountedTokens(sampling.penalties)
+        )
         output = _Output(sampling.bad_words, words, matcher, counted, [])
         if counted is not None and sampling.needs_prompt:
             counted.add_prompt(past[:num_prompt_tokens])
@@ -190,7 +198,9 @@ class TokenMasks:
 
 def _clear(words: Words, token_id: int) -> None:
     if token_id >> 5 < len(words):
-        words.view(np.uint32)[token_id >> 5] &= np.uint32(~(1 << (token_id & 31)) & 0xFFFFFFFF)
+        words.view(np.uint32)[token_id >> 5] &= np.uint32(
+            ~(1 << (token_id & 31)) & 0xFFFFFFFF
+        )
 
 
 def _first_line(matcher: LLMatcher) -> str:

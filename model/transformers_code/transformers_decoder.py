@@ -104,40 +104,54 @@ class PagedAttention:
         Raises `ConfigError` for an option that the kernels do not honour.
         """
         scale = options.pop("scaling", None)
-        how = [options.pop(name, None) for name in ("sliding_window", "softcap", "s_aux")]
+        how = [
+            options.pop(name, None) for name in ("sliding_window", "softcap", "s_aux")
+        ]
         layer: int = module.layer_idx
         _, heads, tokens, dim = query.shape
         if self.backend is None:
             self._check(module, attention_mask, options)
             if layer in self.seen or key.shape[2] != tokens or len(query) != 1:
-                raise ConfigError("a layer attends twice, or to other tokens than its own")
+                raise ConfigError(
+                    "a layer attends twice, or to other tokens than its own"
+                )
             self.seen[layer] = LayerHeads(heads, key.shape[1], dim, value.shape[3])
             return value.new_zeros(1, tokens, heads, value.shape[3]), None
         num_heads = heads + 2 * key.shape[1]
         qkv = value.new_zeros(tokens, num_heads, self.width, dtype=self.dtype)
         first = 0
         for part in (query, key, value):
-            qkv[:, first : first + part.shape[1], : part.shape[3]] = part[0].transpose(0, 1)
+            qkv[:, first : first + part.shape[1], : part.shape[3]] = part[0].transpose(
+                0, 1
+            )
             first += part.shape[1]
         self.backend.scoring = Scoring(dim**-0.5 if scale is None else scale, *how)
         out = self.backend.attend(layer, qkv.view(tokens, -1), None)
         out = out.view(1, tokens, heads, self.width)[..., : value.shape[3]]
         return out.to(query.dtype), None
 
-    def _check(self, module: Any, mask: Tensor | None, options: Mapping[str, Any]) -> None:
+    def _check(
+        self, module: Any, mask: Tensor | None, options: Mapping[str, Any]
+    ) -> None:
         given = {
             name
             for name, value in options.items()
-            if value is not None and name not in HARMLESS and not name.startswith("output_")
+            if value is not None
+            and name not in HARMLESS
+            and not name.startswith("output_")
         }
         if mask is not None:
             given.add("a mask of its own")
         is_causal = options.get("is_causal")
-        if (getattr(module, "is_causal", True) if is_causal is None else is_causal) is False:
+        if (
+            getattr(module, "is_causal", True) if is_causal is None else is_causal
+        ) is False:
             given.add("tokens that see later ones")
         if given:
             what = ", ".join(sorted(given))
-            raise ConfigError(f"its attention needs {what}, which baton's kernels do not have")
+            raise ConfigError(
+                f"its attention needs {what}, which baton's kernels do not have"
+            )
 
 
 class RowLinear(nn.Module):
@@ -151,8 +165,12 @@ class RowLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.in_features or x.dtype != self.weight.dtype:
-            raise TypeError(f"a layer of {self.in_features} inputs got {x.dtype} {x.shape}")
-        return self.made(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+            raise TypeError(
+                f"a layer of {self.in_features} inputs got {x.dtype} {x.shape}"
+            )
+        return self.made(x.reshape(-1, self.in_features)).view(
+            *x.shape[:-1], self.out_features
+        )
 
 
 class BareLinears(TorchFunctionMode):
@@ -167,14 +185,22 @@ class BareLinears(TorchFunctionMode):
         self.made: dict[tuple[torch.Size, torch.dtype], Linear] = {}
 
     def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Any = None,
     ) -> Any:
         if function is F.linear and not kwargs and args[1].dim() == 2:
             x, weight, bias = (*args, None)[:3]
             made = self._linears.over(weight, bias)
             self.made.setdefault((weight.shape, weight.dtype), made)
             return made(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], len(weight))
-        if function in {Tensor.sigmoid, torch.sigmoid, F.sigmoid} and args and not kwargs:
+        if (
+            function in {Tensor.sigmoid, torch.sigmoid, F.sigmoid}
+            and args
+            and not kwargs
+        ):
             return sigmoid(args[0])
         return function(*args, **(kwargs or {}))
 
@@ -201,21 +227,28 @@ class TransformersDecoder:
         self._base: Any = named if named is not model else getattr(model, "model", None)
         if self._base is None:
             raise ConfigError("its code has no base model apart from the head")
-        self._base = getattr(self._base, "decoder", self._base)  # as OPT, past a model around it
+        # As OPT, past a model around it.
+        self._base = getattr(self._base, "decoder", self._base)
         self._outputs: Any = None  # of the base's last step
 
     def linears(self) -> list[Linear]:
-        return self._made if self.bare is None else [*self._made, *self.bare.made.values()]
+        return (
+            self._made if self.bare is None else [*self._made, *self.bare.made.values()]
+        )
 
     @property
     def is_batch_invariant(self) -> bool:
-        return self.keeps_bits and all(linear.is_batch_invariant for linear in self.linears())
+        return self.keeps_bits and all(
+            linear.is_batch_invariant for linear in self.linears()
+        )
 
     def forward(self, batch: Batch, rows: Tensor, backend: Backend) -> Tensor:
         """Store the batch's keys and values; return the logits of `rows`."""
         return self.logits(self.hidden(batch, rows, backend), backend)
 
-    def logits(self, hidden: Tensor, _: Backend, _adapted: AdaptedRows | None = None, /) -> Tensor:
+    def logits(
+        self, hidden: Tensor, _: Backend, _adapted: AdaptedRows | None = None, /
+    ) -> Tensor:
         """Return `[num_rows, vocab]`.
 
         Models scale or cap their logits after the head, so their own code computes them, from a
@@ -229,7 +262,9 @@ class TransformersDecoder:
         self._base.forward = lambda *_, **__: outputs
         try:
             with torch.no_grad(), self.bare or contextlib.nullcontext():
-                ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+                ids = torch.zeros(
+                    1, len(hidden), dtype=torch.int64, device=hidden.device
+                )
                 logits: Tensor = self.model(input_ids=ids, use_cache=False).logits
             return logits[0]
         finally:
@@ -284,16 +319,23 @@ def load_transformers(
                 **EXPERTS[device.type],
             )
     except MODEL_ERRORS as error:
-        raise ConfigError(f"{folder}: transformers cannot load it: {one_line(error)}") from error
+        raise ConfigError(
+            f"{folder}: transformers cannot load it: {one_line(error)}"
+        ) from error
     for what in ("missing", "unexpected", "mismatched"):
-        keys = found[f"{what}_keys"]  # those that are mismatched have their shapes with them
-        if names := sorted(key if isinstance(key, str) else str(key[0]) for key in keys):
+        # Those that are mismatched have their shapes with them.
+        keys = found[f"{what}_keys"]
+        if names := sorted(
+            key if isinstance(key, str) else str(key[0]) for key in keys
+        ):
             raise ConfigError(
                 f"{folder}: {what} weights of {config.architecture}: {', '.join(names[:3])}"
                 f"{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
             )
     if len(model.get_input_embeddings().weight) < config.vocab_size:
-        raise ConfigError(f"{folder}: the embedding has fewer rows than vocab_size says")
+        raise ConfigError(
+            f"{folder}: the embedding has fewer rows than vocab_size says"
+        )
     model = model.to(device).eval().requires_grad_(requires_grad=False)
     made = [] if linears is None else with_row_linears(model, linears.make)
     attention = PagedAttention()
@@ -301,8 +343,13 @@ def load_transformers(
     decoder = TransformersDecoder(model, attention, ranks, made)
     if isinstance(linears, HostLinears):
         decoder.bare = BareLinears(linears)
-    if (seen := heads_of(decoder, config.num_layers)) != (config.num_heads, config.num_kv_heads):
-        raise ConfigError(f"{folder}: all layers attend with {seen}, but a small copy did not")
+    if (seen := heads_of(decoder, config.num_layers)) != (
+        config.num_heads,
+        config.num_kv_heads,
+    ):
+        raise ConfigError(
+            f"{folder}: all layers attend with {seen}, but a small copy did not"
+        )
     attention.width = config.head_dim
     attention.dtype = dtype
     return decoder
@@ -313,7 +360,9 @@ def with_row_linears(model: Any, make: Callable[..., Linear]) -> list[Linear]:
     made = []
     head = model.get_output_embeddings()
     # A list of all modules would keep every weight until the last is packed.
-    for parent in [module for module in model.modules() if type(module) is not nn.Linear]:
+    for parent in [
+        module for module in model.modules() if type(module) is not nn.Linear
+    ]:
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
                 bias = None if child.bias is None else child.bias.data
@@ -388,10 +437,14 @@ def in_chunks(
 
 def trial_ids(vocab_size: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(min(3, vocab_size - 1), vocab_size, (TRIAL_TOKENS,), generator=generator)
+    return torch.randint(
+        min(3, vocab_size - 1), vocab_size, (TRIAL_TOKENS,), generator=generator
+    )
 
 
-def try_rows(decoder: TransformersDecoder, backend: Backend, pool: Tensor, vocab_size: int) -> None:
+def try_rows(
+    decoder: TransformersDecoder, backend: Backend, pool: Tensor, vocab_size: int
+) -> None:
     """Note whether a row keeps its bits in chunks and beside others, on a pool in host memory.
 
     Raises `ConfigError` if a logit is not a finite number.
@@ -403,7 +456,9 @@ def try_rows(decoder: TransformersDecoder, backend: Backend, pool: Tensor, vocab
         return
     whole = in_chunks(decoder, backend, block_size, ids, (0, TRIAL_TOKENS), beside=0)
     if not whole.isfinite().all():
-        raise ConfigError("the model's logits are not finite numbers: its weights are damaged")
+        raise ConfigError(
+            "the model's logits are not finite numbers: its weights are damaged"
+        )
     decoder.keeps_bits = torch.equal(
         whole, in_chunks(decoder, backend, block_size, ids, TRIAL_CUTS)
     )

@@ -18,7 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.initialization import no_init_weights
 
 from baton.model.config.reading import end_token_ids
-from baton.model.config.transformers_config import TransformersConfig, check_for_transformers
+from baton.model.config.transformers_config import (
+    TransformersConfig,
+    check_for_transformers,
+)
 from baton.model.layers.attention import PlainBackend
 from baton.model.layers.linear import Linear
 from baton.model.layers.rotary import unrotated
@@ -41,7 +44,8 @@ from baton.protocol.errors import ConfigError
 
 # A layer of another kind keeps another state, or sees other tokens.
 KINDS = {"full_attention", "sliding_attention"}
-LARGEST_ERROR = 1e-3  # of the largest logit, in fp32; a mask or a state that is lost gives 1e-2
+# Of the largest logit, in fp32; a mask or a state that is lost gives 1e-2.
+LARGEST_ERROR = 1e-3
 BLOCK_SIZE = 16
 VOCAB = 512
 WIDTH = 64
@@ -52,7 +56,9 @@ _WIDTHS = re.compile(r"intermediate|ffn|n_inner|mlp_hidden")
 _LENGTHS = re.compile(
     r"sliding_window$|chunk_size|window_size|floor_scale|topk$|original_max_position_embeddings"
 )
-_PERIODS = re.compile(r"interval|pattern|period|every|_step|freq|offset|first_k|start_index")
+_PERIODS = re.compile(
+    r"interval|pattern|period|every|_step|freq|offset|first_k|start_index"
+)
 
 
 def examine(folder: Path, max_model_len: int) -> TransformersConfig:
@@ -63,23 +69,32 @@ def examine(folder: Path, max_model_len: int) -> TransformersConfig:
     architecture, dtype = check_for_transformers(folder)
     silence()
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        config = AutoConfig.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        )
         text = config.get_text_config()
         if others := set(getattr(text, "layer_types", None) or ()) - KINDS:
             raise ConfigError(f"it has layers of the kind {', '.join(sorted(others))}")
         _check_longrope(text, max_model_len)
         with LOADING, no_init_weights():  # `_randomise` gives them all
             model = AutoModelForCausalLM.from_config(
-                small(text), dtype=torch.float32, attn_implementation="eager", **EXPERTS["cpu"]
+                small(text),
+                dtype=torch.float32,
+                attn_implementation="eager",
+                **EXPERTS["cpu"],
             )
-        heads, kv_heads, width = _compare(model.eval().requires_grad_(requires_grad=False))
+        heads, kv_heads, width = _compare(
+            model.eval().requires_grad_(requires_grad=False)
+        )
         limit = int(getattr(text, "max_position_embeddings", None) or max_model_len)
         if not limit:
             raise ConfigError(
                 "config.json names no max_position_embeddings: set model.max_model_len"
             )
     except ConfigError as error:
-        raise ConfigError(f"{folder}: {architecture} cannot run: {error.message}") from None
+        raise ConfigError(
+            f"{folder}: {architecture} cannot run: {error.message}"
+        ) from None
     except MODEL_ERRORS as error:
         raise ConfigError(
             f"{folder}: {architecture} cannot run with paged attention: {one_line(error)}"
@@ -110,7 +125,9 @@ def small(text: Any) -> Any:
     for name, value in fields.items():
         if isinstance(value, (list, str)) and len(value) == layers:
             kept = value[:depth]
-            fields[name] = kept if isinstance(kept, str) else [_smaller(name, one) for one in kept]
+            fields[name] = (
+                kept if isinstance(kept, str) else [_smaller(name, one) for one in kept]
+            )
         elif name.endswith("token_id"):
             fields[name] = None if not isinstance(value, int) else min(value, 2)
         elif isinstance(value, dict):
@@ -143,7 +160,9 @@ def _shortened(rope: dict[str, Any]) -> dict[str, Any]:
     if "longrope" in (rope.get("rope_type"), rope.get("type")):
         return rope
     return {
-        name: _shortened(value) if isinstance(value, dict) else _smaller(str(name), value)
+        name: _shortened(value)
+        if isinstance(value, dict)
+        else _smaller(str(name), value)
         for name, value in rope.items()
     }
 
@@ -165,7 +184,9 @@ def _depth(fields: dict[str, Any], layers: int) -> int:
 
 def _check_longrope(text: Any, max_model_len: int) -> None:
     """Refuse lengths at which transformers' angles depend on the other sequences of a batch."""
-    limit: float = max_model_len or getattr(text, "max_position_embeddings", None) or math.inf
+    limit: float = (
+        max_model_len or getattr(text, "max_position_embeddings", None) or math.inf
+    )
     ropes = list(_ropes(getattr(text, "rope_parameters", None) or {}))
     for rope in ropes:
         if (rope.get("rope_type") or rope.get("type")) != "longrope":
@@ -200,15 +221,21 @@ def _compare(model: Any) -> tuple[int, int, int]:
             first = model(input_ids=ids[None, :-1], use_cache=True)
             if (cache := getattr(first, "past_key_values", None)) is None:
                 raise ConfigError("it has no cache of keys and values")
-            last = model(input_ids=ids[None, -1:], past_key_values=cache, use_cache=True).logits
+            last = model(
+                input_ids=ids[None, -1:], past_key_values=cache, use_cache=True
+            ).logits
         attention = PagedAttention()
         model.set_attn_implementation(attention.name)
         decoder = TransformersDecoder(model, attention, SingleRank(), [])
         heads, kv_heads = heads_of(decoder, text.num_hidden_layers)
         with_row_linears(model, lambda weight, bias, _: Linear(weight, bias))
-        width = max(max(layer.key_dim, layer.value_dim) for layer in attention.seen.values())
+        width = max(
+            max(layer.key_dim, layer.value_dim) for layer in attention.seen.values()
+        )
         attention.width = width = width + width % 2
-        got = torch.cat((_in_blocks(decoder, ids, (heads, kv_heads, width)), last[0, -1:]))
+        got = torch.cat(
+            (_in_blocks(decoder, ids, (heads, kv_heads, width)), last[0, -1:])
+        )
         wanted = torch.cat((exact, exact[-1:]))  # by its own cache, too
         error = float((got - wanted).abs().max() / wanted.abs().max())
         if error < LARGEST_ERROR:
@@ -219,7 +246,9 @@ def _compare(model: Any) -> tuple[int, int, int]:
     )
 
 
-def _in_blocks(decoder: TransformersDecoder, ids: Tensor, sizes: tuple[int, int, int]) -> Tensor:
+def _in_blocks(
+    decoder: TransformersDecoder, ids: Tensor, sizes: tuple[int, int, int]
+) -> Tensor:
     heads, kv_heads, width = sizes
     num_blocks = len(ids) // BLOCK_SIZE + 2
     num_layers = len(decoder.attention.seen)
@@ -235,7 +264,9 @@ def _randomise(model: Any, seed: int) -> None:
         if weight.dim() > 1:
             weight.normal_(0.0, 1.5 / math.sqrt(weight.shape[-1]), generator=generator)
         else:
-            weight.normal_(0.0 if name.endswith("bias") else 1.0, 0.1, generator=generator)
+            weight.normal_(
+                0.0 if name.endswith("bias") else 1.0, 0.1, generator=generator
+            )
 
 
 def _ends(folder: Path, config: Any, text: Any) -> tuple[int, ...]:

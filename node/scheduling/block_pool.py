@@ -88,7 +88,10 @@ class BlockPool:
         """Return `count` blocks with one reference each, of a new generation."""
         if count > self.num_free:
             raise InvariantBroken(f"allocate {count} of {self.num_free} free blocks")
-        blocks = [self._free.popleft() if self._free else self.cache.evict() for _ in range(count)]
+        blocks = [
+            self._free.popleft() if self._free else self.cache.evict()
+            for _ in range(count)
+        ]
         for block in blocks:
             self._references[block] = 1
             self._outdated.discard(block)
@@ -107,7 +110,9 @@ class BlockPool:
         for block in reversed(blocks):
             self._references[block] -= 1
             if self._references[block] < 0:
-                raise InvariantBroken(f"block {block} released more often than retained")
+                raise InvariantBroken(
+                    f"block {block} released more often than retained"
+                )
             if self._references[block] > 0:
                 continue
             if self.cache.holds(block):
@@ -119,7 +124,9 @@ class BlockPool:
         """Take owned blocks out of circulation, because bytes may still land in them."""
         for block in blocks:
             if self._references[block] != 1 or self.cache.holds(block):
-                raise InvariantBroken(f"block {block} is shared and cannot be quarantined")
+                raise InvariantBroken(
+                    f"block {block} is shared and cannot be quarantined"
+                )
             self._references[block] = 0
             self._quarantined.add(block)
 
@@ -147,7 +154,9 @@ class BlockPool:
     def reset_prefix_cache(self) -> None:
         """Forget the cached blocks. Sequences keep theirs, which will not be cached again."""
         self._free.extend(self.cache.clear())
-        self._outdated = {block for block, count in enumerate(self._references) if count}
+        self._outdated = {
+            block for block, count in enumerate(self._references) if count
+        }
 
     def generations_of(self, blocks: Iterable[int]) -> tuple[int, ...]:
         return tuple(self._generations[block] for block in blocks)

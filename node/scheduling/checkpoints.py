@@ -53,7 +53,10 @@ class StepCopies:
         pool = self._pool
         position = sequence.num_planned_tokens
         # A token that is computed once more is in the state already.
-        if position not in sequence.checkpoints or position != sequence.num_state_tokens:
+        if (
+            position not in sequence.checkpoints
+            or position != sequence.num_state_tokens
+        ):
             return
         hashes = state_hashes(
             sequence.hash_blocks(pool.block_size, position)[-1], pool.state_blocks
@@ -141,7 +144,9 @@ def num_reusable_tokens(pool: BlockPool, sequence: Sequence) -> int:
     return num_blocks * pool.block_size
 
 
-def _last_checkpoint(pool: BlockPool, hashes: list[BlockHash]) -> tuple[int, list[BlockHash]]:
+def _last_checkpoint(
+    pool: BlockPool, hashes: list[BlockHash]
+) -> tuple[int, list[BlockHash]]:
     """Return the blocks up to the last checkpoint among cached ones, and its hashes; 0 if none."""
     unit = _unit(pool) // pool.block_size
     for num_blocks in range(len(hashes) // unit * unit, 0, -unit):
@@ -163,7 +168,11 @@ def _positions(
     last = sequence.num_tokens - 1
     of_state = pool.state_blocks * pool.block_size / MAX_SHARE
     spacing = blocks_for(round(of_state), unit) * unit
-    wanted = {last // unit * unit, num_shared_tokens // unit * unit, *range(spacing, last, spacing)}
+    wanted = {
+        last // unit * unit,
+        num_shared_tokens // unit * unit,
+        *range(spacing, last, spacing),
+    }
     first = num_cached_blocks * pool.block_size
     return tuple(sorted(position for position in wanted if first < position <= last))
 

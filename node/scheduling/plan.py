@@ -64,7 +64,9 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
         if not self.num_guesses:
             return tokens
         num_right = 0
-        for guess, token_id in zip(self.token_ids[-self.num_guesses :], tokens, strict=False):
+        for guess, token_id in zip(
+            self.token_ids[-self.num_guesses :], tokens, strict=False
+        ):
             if guess != token_id:
                 break
             num_right += 1

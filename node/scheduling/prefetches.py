@@ -34,7 +34,8 @@ class _Read:
     message: Prefetch
     ends_s: float
     hashes: list[BlockHash] = field(default_factory=list)  # that are asked for
-    landing: list[int] = field(default_factory=list)  # read into; empty until they are offered
+    # Read into; empty until they are offered.
+    landing: list[int] = field(default_factory=list)
     is_given_up: bool = False
 
 
@@ -49,8 +50,14 @@ class Prefetches:
 
     def add(self, now_s: float, origin: Origin, message: Prefetch) -> None:
         read = _Read(origin, message, now_s + message.timeout_s)
-        is_known = self._reading is not None and self._reading.message.key == message.key
-        if is_known or len(self._waiting) >= MAX_WAITING or not self._pool.caches_prefixes:
+        is_known = (
+            self._reading is not None and self._reading.message.key == message.key
+        )
+        if (
+            is_known
+            or len(self._waiting) >= MAX_WAITING
+            or not self._pool.caches_prefixes
+        ):
             self._answer(read, 0)
         else:
             self._waiting.append(read)
@@ -73,13 +80,17 @@ class Prefetches:
             case KVReceived():
                 num_blocks = len(read.landing)
                 self._pool.store(read.hashes[:num_blocks], read.landing)
-                self._pool.counts.prefetched_tokens += num_blocks * self._pool.block_size
+                self._pool.counts.prefetched_tokens += (
+                    num_blocks * self._pool.block_size
+                )
                 self._end(now_s, read, num_blocks)
             case ReceiveBroken():
                 pass  # until it has ended
             case ReceiveEnded(quarantined=quarantined):
                 self._pool.quarantine(quarantined)
-                read.landing = [block for block in read.landing if block not in quarantined]
+                read.landing = [
+                    block for block in read.landing if block not in quarantined
+                ]
                 self._end(now_s, read, 0)
             case _:
                 return False
@@ -133,7 +144,10 @@ class Prefetches:
             return
         pool = self._pool
         is_possible = 0 < num_blocks <= len(read.hashes)
-        if not is_possible or pool.num_takeable(read.message.idle_s, num_blocks) < num_blocks:
+        if (
+            not is_possible
+            or pool.num_takeable(read.message.idle_s, num_blocks) < num_blocks
+        ):
             self._give_up(read, "the node has no blocks for them")
             return
         read.landing = pool.allocate(num_blocks)

@@ -54,7 +54,9 @@ class CacheJournal:
         for watched in [one for one in self._readers if one[0] == origin]:
             del self._readers[watched]
 
-    def note(self, block_hash: BlockHash, tier: TierName | None = None, *, is_held: bool) -> None:
+    def note(
+        self, block_hash: BlockHash, tier: TierName | None = None, *, is_held: bool
+    ) -> None:
         """Note that the cache or tier has just added or removed a block."""
         for (_, watched), reader in self._readers.items():
             if watched == tier and reader.pending.pop(block_hash, None) is None:

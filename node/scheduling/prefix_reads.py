@@ -93,7 +93,9 @@ class PrefixOffers:
 
     def refuse(self, wanted: PrefixWanted) -> None:
         """Say that this node lends nothing under that key."""
-        failure = TransferError("this node has no more of the prefix to lend", code=NO_PREFIX)
+        failure = TransferError(
+            "this node has no more of the prefix to lend", code=NO_PREFIX
+        )
         refusal = RefusePrefix(wanted.key, wanted.reader, failure.to_failure())
         self._outputs.to_connector.append(refusal)
 
@@ -107,7 +109,9 @@ class PrefixOffers:
             self._loaded(self._loads.pop(report.key), report)
         return True
 
-    def _load(self, wanted: PrefixWanted, parts: list[TierPart], hashes: list[BlockHash]) -> None:
+    def _load(
+        self, wanted: PrefixWanted, parts: list[TierPart], hashes: list[BlockHash]
+    ) -> None:
         key = wanted.key
         # A prompt may come here under the key under which it is lent.
         load_key = Key(RequestId(f"lend {key.request_id}"), key.choice, key.attempt)
@@ -124,7 +128,9 @@ class PrefixOffers:
         else:
             self._tiers.loaded(report.key, report.failure)
             pool.quarantine(report.quarantined)
-            pool.release([block for block in load.landing if block not in report.quarantined])
+            pool.release(
+                [block for block in load.landing if block not in report.quarantined]
+            )
             del self._lent[load.wanted.key][load.num_known :]
         self._lend(load.wanted)
 
@@ -201,7 +207,9 @@ class PrefixCosts:
             self._compute = _Pace(seconds / num_tokens, now_s)
         self._compute.learn(now_s, seconds / num_tokens)
 
-    def read(self, now_s: float, source: NodeId, num_tokens: int, seconds: float) -> None:
+    def read(
+        self, now_s: float, source: NodeId, num_tokens: int, seconds: float
+    ) -> None:
         """Learn from a read, or from one that was given up after so many seconds."""
         pace = self._reads.setdefault(source, _Pace(seconds / num_tokens, now_s))
         pace.learn(now_s, seconds / num_tokens)

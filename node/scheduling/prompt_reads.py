@@ -28,7 +28,12 @@ from baton.protocol.messages import Offered
 
 class PrefixReads:
     def __init__(
-        self, pool: BlockPool, outputs: Outputs, tiers: Tiers, *, repeats_last: bool = False
+        self,
+        pool: BlockPool,
+        outputs: Outputs,
+        tiers: Tiers,
+        *,
+        repeats_last: bool = False,
     ) -> None:
         self.costs = PrefixCosts()
         self._repeats_last = repeats_last
@@ -74,7 +79,11 @@ class PrefixReads:
         return sum(len(part.slots) for part in parts) * size
 
     def _load(
-        self, now_s: float, request: Request, num_held_blocks: int, parts: list[TierPart]
+        self,
+        now_s: float,
+        request: Request,
+        num_held_blocks: int,
+        parts: list[TierPart],
     ) -> bool:
         """Read blocks from tiers. Return False if they should be computed."""
         slowest = max((part.tier for part in parts), key=FASTEST_FIRST.index)
@@ -86,7 +95,9 @@ class PrefixReads:
             return False
         end = num_held_blocks + num_blocks
         landing = request.prompt.block_table[num_held_blocks:end]
-        request.read = PrefixRead(source, num_held_blocks, end, now_s, landing, is_of_tier=True)
+        request.read = PrefixRead(
+            source, num_held_blocks, end, now_s, landing, is_of_tier=True
+        )
         self._tiers.load(request.prompt.key, parts, landing, timeout_s)
         return True
 
@@ -118,7 +129,9 @@ class PrefixReads:
         if request.is_ended or read is None:
             return  # its Abandon is on its way
         if not read.num_held_blocks < offered.num_blocks <= read.num_wanted_blocks:
-            error = TransferError("the number of blocks offered is not the number asked for")
+            error = TransferError(
+                "the number of blocks offered is not the number asked for"
+            )
             self._outputs.to_connector.append(Abandon(offered.key, error.to_failure()))
             return
         table = request.prompt.block_table
@@ -166,7 +179,9 @@ class PrefixReads:
         if drained is None:
             return False
         self._tiers.loaded(report.key, report.failure)
-        self._pool.release([block for block in drained if block not in report.quarantined])
+        self._pool.release(
+            [block for block in drained if block not in report.quarantined]
+        )
         return True
 
     def ended(self, now_s: float, request: Request, report: ReceiveEnded) -> bool:

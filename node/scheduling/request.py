@@ -41,7 +41,8 @@ class PrefixRead:
     num_held_blocks: int  # that were here, so they are not read
     num_wanted_blocks: int
     began_s: float
-    landing: list[int] = field(default_factory=list)  # read into; empty until they are offered
+    # Read into; empty until they are offered.
+    landing: list[int] = field(default_factory=list)
     is_of_tier: bool = False
 
 
@@ -73,7 +74,8 @@ class Request:
     # Blocks for the copies of a partial last block and of the state that further choices get.
     tails: list[int] = field(default_factory=list)
     prompt: "Sequence" = field(init=False)
-    sequences: "dict[int, Sequence]" = field(default_factory=dict)  # those that run, by choice
+    # Those that run, by choice.
+    sequences: "dict[int, Sequence]" = field(default_factory=dict)
 
     @classmethod
     def of(cls, message: Prefill | Decode, origin: Origin, now_s: float) -> "Request":
@@ -163,10 +165,14 @@ class Sequence:
     key: Key
     token_ids: list[int]  # prompt and output
     block_table: list[int] = field(default_factory=list)
-    state: list[int] = field(default_factory=list)  # the blocks of its state, if the model has any
-    checkpoint_blocks: list[int] = field(default_factory=list)  # of the state that it begins with
-    checkpoints: tuple[int, ...] = ()  # after so many tokens, the cache should keep its state
-    hashes: list[BlockHash] = field(default_factory=list)  # of the full blocks hashed so far
+    # The blocks of its state, if the model has any.
+    state: list[int] = field(default_factory=list)
+    # Of the state that it begins with.
+    checkpoint_blocks: list[int] = field(default_factory=list)
+    # After so many tokens, the cache should keep its state.
+    checkpoints: tuple[int, ...] = ()
+    # Of the full blocks hashed so far.
+    hashes: list[BlockHash] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_planned_tokens: int = 0
     num_state_tokens: int = 0  # that the state has after the steps that are launched
@@ -236,7 +242,9 @@ class Sequence:
         With `repeats_last`, the last of them is computed again, for its hidden state.
         """
         self.num_repeated = 1 if repeats_last and position else 0
-        self.num_computed_tokens = self.num_planned_tokens = self.num_state_tokens = position
+        self.num_computed_tokens = self.num_planned_tokens = self.num_state_tokens = (
+            position
+        )
 
     def slice(
         self,
@@ -296,7 +304,9 @@ class Sequence:
             state=tuple(self.state),
             num_held=num_held,
             num_repeated=num_repeated,
-            following=self.token_ids[end] if not guesses and end < self.num_tokens else None,
+            following=self.token_ids[end]
+            if not guesses and end < self.num_tokens
+            else None,
             num_drafts=num_drafts,
         )
 
@@ -322,7 +332,10 @@ class Sequence:
         start = self.num_planned_tokens
         end = next((one for one in self.checkpoints if one > start), self.num_tokens)
         length = max(1, min(budget - self.num_repeated, end - start))
-        is_last = length == self.num_unplanned_tokens and self.request.sampling.pooling is None
+        is_last = (
+            length == self.num_unplanned_tokens
+            and self.request.sampling.pooling is None
+        )
         return self.slice(length, samples if is_last else (), step_id)
 
     def settle(self, done: Slice, sampled: tuple[int, ...]) -> tuple[int, ...]:
@@ -335,9 +348,12 @@ class Sequence:
             self.num_computed_tokens -= num_wrong
             self.num_planned_tokens = self.num_computed_tokens
         self.has_sampled = bool(tokens)
-        if done.samples and not tokens:  # its last token is computed again for its logits
+        # Its last token is computed again for its logits.
+        if done.samples and not tokens:
             last = self.num_computed_tokens - 1
-            self.num_computed_tokens = self.num_planned_tokens = min(last, self.num_planned_tokens)
+            self.num_computed_tokens = self.num_planned_tokens = min(
+                last, self.num_planned_tokens
+            )
             self.sampled_in = -1
         return tokens
 
@@ -391,14 +407,19 @@ class Sequence:
         if num_output_tokens > self.request.sampling.min_tokens:
             if token_id in self.request.sampling.stop_token_ids:
                 return "stop"
-            if not self.request.sampling.ignore_eos and token_id in limits.eos_token_ids:
+            if (
+                not self.request.sampling.ignore_eos
+                and token_id in limits.eos_token_ids
+            ):
                 return "stop"
         if (
             num_output_tokens >= self.request.sampling.max_tokens
             or num_tokens >= limits.max_model_len
         ):
             return "length"
-        if num_output_tokens >= self.request.sampling.min_tokens and self._repeats(token_id):
+        if num_output_tokens >= self.request.sampling.min_tokens and self._repeats(
+            token_id
+        ):
             return "repetition"
         return None
 
@@ -436,5 +457,7 @@ def no_token(reason: str) -> Failure:
         text = "the model computed NaN or infinity"
         return Failure("not_finite", text, http_status=500)
     text = f"the output cannot go on in the form that was asked for: {reason}"
-    error = RequestError(text, code="no_token_allowed", param="structured_outputs", http_status=422)
+    error = RequestError(
+        text, code="no_token_allowed", param="structured_outputs", http_status=422
+    )
     return error.to_failure()

@@ -40,7 +40,9 @@ from baton.protocol.messages import (
 )
 
 # Reports that mean the same to every scheduler.
-SharedReport = Offered | KVReceived | ReceiveBroken | ReceiveEnded | BlocksDrained | TierReport
+SharedReport = (
+    Offered | KVReceived | ReceiveBroken | ReceiveEnded | BlocksDrained | TierReport
+)
 
 
 class Requests:
@@ -69,7 +71,8 @@ class Requests:
         self.prefixes = PrefixOffers(pool, outputs, self.tiers)
         self.prefetches = Prefetches(pool, outputs)
         self.line = WaitingLine(limits.engine.scheduling_policy)
-        self.prompts: dict[Key, Request] = {}  # until they are given back or their choices run
+        # Until they are given back or their choices run.
+        self.prompts: dict[Key, Request] = {}
         # Those of them that got blocks, in order, until they are computed, received or ended.
         self.admitted: dict[Key, Request] = {}
         self.step_id = 0
@@ -91,7 +94,11 @@ class Requests:
     # --- in and out ----------------------------------------------------------------------------
 
     def take_in(
-        self, now_s: float, origin: Origin, message: Prefill | Decode, kind: type[Prefill | Decode]
+        self,
+        now_s: float,
+        origin: Origin,
+        message: Prefill | Decode,
+        kind: type[Prefill | Decode],
     ) -> Request | None:
         """Return a new request, which ends lower attempts at its choices, or answer `Failed`.
 
@@ -195,7 +202,11 @@ class Requests:
         is_computed = request.is_computed_here
         num_held = prompt.num_reusable_tokens if is_computed else prompt.num_tokens
         num_cached = reserve(
-            self.pool, prompt, num_held, num_tails + num_kept_free, is_computed=is_computed
+            self.pool,
+            prompt,
+            num_held,
+            num_tails + num_kept_free,
+            is_computed=is_computed,
         )
         if num_cached is None:
             self.prefetches.give_way()
@@ -207,19 +218,28 @@ class Requests:
         self.admitted[request.key] = request
         if is_computed:
             prompt.start_at(
-                request.num_cached_tokens, repeats_last=self.limits.engine.has_draft_head
+                request.num_cached_tokens,
+                repeats_last=self.limits.engine.has_draft_head,
             )
             self.copies.restore(prompt)
         return True
 
     def add_chunks(
-        self, slices: list[Slice], ready: Iterable[Request], budget: int, num_kept_free: int = 0
+        self,
+        slices: list[Slice],
+        ready: Iterable[Request],
+        budget: int,
+        num_kept_free: int = 0,
     ) -> None:
         """Add the next chunks of prompts to a step, in order, while `budget` tokens last."""
         room = self.limits.max_first_tokens
         for request in ready:
             every = request.every
-            if budget <= 0 or len(slices) == self.limits.max_num_seqs or len(every) > room:
+            if (
+                budget <= 0
+                or len(slices) == self.limits.max_num_seqs
+                or len(every) > room
+            ):
                 return
             if request.prompt.num_unplanned_tokens:
                 self.copies.save(request.prompt, num_kept_free)
@@ -234,7 +254,9 @@ class Requests:
         self.step_id += 1
         self.prefixes.planned(self.step_id)
         copies = self.copies.take(self.step_id)
-        return StepPlan(self.step_id, tuple(slices), copies, generations=self.pool.take_fresh())
+        return StepPlan(
+            self.step_id, tuple(slices), copies, generations=self.pool.take_fresh()
+        )
 
     def settle(self, now_s: float, plan: StepPlan, result: StepResult) -> None:
         """Settle what belongs to a whole step."""

@@ -34,7 +34,8 @@ class NodeLimits(msgspec.Struct, frozen=True):
     max_model_len: int
     eos_token_ids: tuple[int, ...] = ()
     vocab_size: int = 1 << 31  # token ids are below this
-    engine: EngineConfig = EngineConfig()  # whose bounds of a step may be 0, unlike those above
+    # Whose bounds of a step may be 0, unlike those above.
+    engine: EngineConfig = EngineConfig()
     draft_cost: float = 0.0  # of a draft, as a share of a step without any
     lora_modules: tuple[str, ...] = ()
     tasks: ModelTasks = ModelTasks()
@@ -48,7 +49,9 @@ class NodeLimits(msgspec.Struct, frozen=True):
 
 
 def problem_of(
-    message: Prefill | Decode, limits: NodeLimits, is_in_use: Callable[[Prefill | Decode], bool]
+    message: Prefill | Decode,
+    limits: NodeLimits,
+    is_in_use: Callable[[Prefill | Decode], bool],
 ) -> BatonError | None:
     """Return why no node could work on this message. It then ends a request, never a process.
 
@@ -59,10 +62,14 @@ def problem_of(
     first = message.key.choice
     end = message.key.choice + message.num_choices
     if not 0 <= first < end <= MAX_CHOICES:
-        text = f"choices {first} to {end - 1} are not all between 0 and {MAX_CHOICES - 1}"
+        text = (
+            f"choices {first} to {end - 1} are not all between 0 and {MAX_CHOICES - 1}"
+        )
         return MalformedMessage(text)
     if not 0 <= num_output < num_tokens:
-        text = f"the prompt cannot have {message.num_prompt_tokens} of {num_tokens} tokens"
+        text = (
+            f"the prompt cannot have {message.num_prompt_tokens} of {num_tokens} tokens"
+        )
         return MalformedMessage(text)
     if not 0 <= min(message.token_ids) <= max(message.token_ids) < limits.vocab_size:
         text = f"token ids must be at least 0 and below {limits.vocab_size}"
@@ -72,7 +79,9 @@ def problem_of(
         text = f"this node's model cannot be asked for {pooling or 'tokens'}"
         return RequestError(text, code="unsupported", param="model")
     if pooling is not None and not _is_alone(message):
-        return MalformedMessage("a prompt to pool has one choice, and no node takes its blocks")
+        return MalformedMessage(
+            "a prompt to pool has one choice, and no node takes its blocks"
+        )
     if num_tokens + (pooling is None) > limits.max_model_len:
         text = f"{num_tokens} tokens and the output exceed the {limits.max_model_len} of this node"
         return RequestError(text, code="context_length_exceeded", param="prompt")
@@ -81,7 +90,9 @@ def problem_of(
     lora = message.sampling.lora
     if lora and lora not in limits.lora_modules and lora not in limits.run_time_loras:
         text = f"this node has no adapter {shown_lora(lora)!r}"
-        return RequestError(text, code="model_not_found", param="model", http_status=404)
+        return RequestError(
+            text, code="model_not_found", param="model", http_status=404
+        )
     if is_in_use(message):
         return MalformedMessage(f"{message.key} is in use")
     return None

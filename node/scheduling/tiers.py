@@ -60,7 +60,8 @@ class TierIndex:
         self._slots: OrderedDict[BlockHash, int] = OrderedDict()
         self._free: deque[int] = deque()
         self._readers: Counter[int] = Counter()  # by slot
-        self._orphans: set[int] = set()  # slots that are read although their blocks are dropped
+        # Slots that are read although their blocks are dropped.
+        self._orphans: set[int] = set()
         self._journal = journal
         for slot, block_hash in enumerate(hashes):
             if block_hash == NO_HASH or block_hash in self._slots:
@@ -197,11 +198,20 @@ class Tiers:
         return [_part(name, found) for name, found in parts.items()]
 
     def load(
-        self, key: Key, parts: Iterable[TierPart], landing: Sequence[int], timeout_s: float
+        self,
+        key: Key,
+        parts: Iterable[TierPart],
+        landing: Sequence[int],
+        timeout_s: float,
     ) -> None:
         """Read what `find` has returned into the blocks `landing`."""
         load = tuple(
-            TierPart(part.tier, part.slots, part.hashes, tuple(landing[i] for i in part.block_ids))
+            TierPart(
+                part.tier,
+                part.slots,
+                part.hashes,
+                tuple(landing[i] for i in part.block_ids),
+            )
             for part in parts
         )
         for part in load:
@@ -237,7 +247,9 @@ class Tiers:
             for origin in journal.origins:
                 tier.watch(origin)
             tiers = {**self.by_name, report.tier: tier}
-            self.by_name = {name: tiers[name] for name in FASTEST_FIRST if name in tiers}
+            self.by_name = {
+                name: tiers[name] for name in FASTEST_FIRST if name in tiers
+            }
 
     def _copied(self, report: BlocksCopied) -> None:
         save = self._saves[report.ticket]
@@ -245,7 +257,8 @@ class Tiers:
         # The blocks are in the order in which they came to rest, and do so again.
         self._pool.release(save.command.block_ids[::-1])
         for block in save.command.block_ids:
-            save.tier.resting.pop(block, None)  # or a tier smaller than the pool would never rest
+            # Or a tier smaller than the pool would never rest.
+            save.tier.resting.pop(block, None)
 
     def _saved(self, now_s: float, report: BlocksSaved) -> None:
         save = self._saves.pop(report.ticket, None)
@@ -265,7 +278,9 @@ class Tiers:
 
     def _save_some(self, tier: TierIndex) -> None:
         cache = self._pool.cache
-        limit = max(1, min(MAX_SAVE_BLOCKS, int(self._pool.num_blocks * MAX_COPIED_SHARE)))
+        limit = max(
+            1, min(MAX_SAVE_BLOCKS, int(self._pool.num_blocks * MAX_COPIED_SHARE))
+        )
         blocks: list[int] = []
         hashes: list[BlockHash] = []
         slots: list[int] = []
@@ -289,7 +304,9 @@ class Tiers:
         tier.pending.update(hashes)
         tier.num_saves += 1
         ticket = next(self._tickets)
-        command = SaveBlocks(ticket, tier.name, tuple(blocks), tuple(slots), pack_hashes(hashes))
+        command = SaveBlocks(
+            ticket, tier.name, tuple(blocks), tuple(slots), pack_hashes(hashes)
+        )
         self._saves[ticket] = _Save(tier, command)
         self._outputs.to_connector.append(command)
 

@@ -12,7 +12,13 @@ from collections.abc import Callable, Collection
 
 import msgspec
 
-from baton.protocol.adapters import MAX_NAME, MAX_PATH, AdapterEntry, AdapterList, lora_version
+from baton.protocol.adapters import (
+    MAX_NAME,
+    MAX_PATH,
+    AdapterEntry,
+    AdapterList,
+    lora_version,
+)
 from baton.protocol.errors import NodeError, Overloaded, RequestError
 from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import (
@@ -62,7 +68,9 @@ class ClusterAdapters:
         """Return the name in requests of each adapter that is loaded, by the name for clients."""
         return {name: entry.lora for name, entry in self._list.loaded.items()}
 
-    async def load(self, name: str, path: str, *, in_place: bool, others: Collection[str]) -> None:
+    async def load(
+        self, name: str, path: str, *, in_place: bool, others: Collection[str]
+    ) -> None:
         """Load an adapter on all nodes in service. `others` are names that it cannot have.
 
         Raises `RequestError` with the first node's reason if one cannot load it; then none offers
@@ -74,7 +82,9 @@ class ClusterAdapters:
                 text = f"the server already has a model of the name {name!r}"
             raise RequestError(text, param="lora_name")
         if len(path) > MAX_PATH or "\0" in path:
-            raise RequestError("lora_path is not the path of a folder", param="lora_path")
+            raise RequestError(
+                "lora_path is not the path of a folder", param="lora_path"
+            )
         async with self._changing:
             if name in self._list.loaded and not in_place:
                 text = (
@@ -93,7 +103,9 @@ class ClusterAdapters:
         async with self._changing:
             if name not in self._list.loaded:
                 text = f"the lora adapter {name!r} cannot be found"
-                raise RequestError(text, code="model_not_found", param="lora_name", http_status=404)
+                raise RequestError(
+                    text, code="model_not_found", param="lora_name", http_status=404
+                )
             await self._enter(name)
 
     # --- nodes ----------------------------------------------------------------------------------
@@ -111,7 +123,10 @@ class ClusterAdapters:
 
     def loaded(self, node: NodeId, message: AdapterLoaded) -> None:
         pending = self._pending
-        if pending is None or (pending.name, pending.path) != (message.name, message.path):
+        if pending is None or (pending.name, pending.path) != (
+            message.name,
+            message.path,
+        ):
             return
         if pending.waits_for.pop(node, None) is None:
             return
@@ -145,7 +160,9 @@ class ClusterAdapters:
 
     async def _read_everywhere(self, name: str, path: str) -> str:
         """Return the digest of an adapter that all nodes in service have read."""
-        pending = _Pending(name, path, {node.node_id: node.epoch for node in self._nodes()})
+        pending = _Pending(
+            name, path, {node.node_id: node.epoch for node in self._nodes()}
+        )
         self._pending = pending
         try:
             for node in pending.waits_for:
@@ -168,9 +185,13 @@ class ClusterAdapters:
             raise Overloaded(text, code="no_nodes", retry_after_s=1.0)
         if len(set(pending.digests.values())) > 1:
             first, *rest = sorted(pending.digests)
-            other = next(node for node in rest if pending.digests[node] != pending.digests[first])
+            other = next(
+                node for node in rest if pending.digests[node] != pending.digests[first]
+            )
             text = f"the adapter {name!r} was not loaded: {first} and {other} find other files at"
-            raise RequestError(f"{text} {path}", code="adapter_not_loaded", param="lora_path")
+            raise RequestError(
+                f"{text} {path}", code="adapter_not_loaded", param="lora_path"
+            )
         return next(iter(pending.digests.values()))
 
     async def _enter(self, name: str, path: str = "", digest: str = "") -> None:
@@ -179,7 +200,11 @@ class ClusterAdapters:
         self._list.merge((entry,))
         self._registry.changed()
         self._spread()
-        log.info("an adapter was " + ("loaded" if path else "unloaded"), adapter=name, path=path)
+        log.info(
+            "an adapter was " + ("loaded" if path else "unloaded"),
+            adapter=name,
+            path=path,
+        )
         try:
             async with asyncio.timeout(LIST_S):
                 while any(self._lacks(node.node_id) for node in self._nodes()):

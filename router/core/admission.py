@@ -58,7 +58,8 @@ class Limits(msgspec.Struct, frozen=True, dict=True):
     model_len: int  # the longest sequence of the model
     vocab_size: int
     block_size: int
-    prefill_blocks: int | None  # blocks of the largest pool of a node that may compute prompts
+    # Blocks of the largest pool of a node that may compute prompts.
+    prefill_blocks: int | None
     decode_blocks: int | None
     state_blocks: int = 0  # of each choice, beside those of its tokens
 
@@ -101,7 +102,8 @@ class FairQueue:
     """
 
     def __init__(self) -> None:
-        self.attempts: dict[Key, Selection] = {}  # of all, in the order of their arrival
+        # Of all, in the order of their arrival.
+        self.attempts: dict[Key, Selection] = {}
         self._shares: dict[str, Share] = {}
         self._virtual = 0.0  # when the last attempt that got nodes was due
 
@@ -109,7 +111,9 @@ class FairQueue:
         share = self._shares.get(selection.tenant.name)
         if share is None:
             self._forget_idle()
-            share = self._shares[selection.tenant.name] = Share(selection.tenant, self._virtual)
+            share = self._shares[selection.tenant.name] = Share(
+                selection.tenant, self._virtual
+            )
         if not share.attempts:
             share.due = max(share.due, self._virtual)
         share.attempts[selection.key] = self.attempts[selection.key] = selection
@@ -235,7 +239,9 @@ class Admission:
     smaller ones may even pass it on the full node; after that the node is kept for it.
     """
 
-    def __init__(self, config: RouterConfig, registry: Registry, policy: CheapestPair) -> None:
+    def __init__(
+        self, config: RouterConfig, registry: Registry, policy: CheapestPair
+    ) -> None:
         self._config = config
         self._registry = registry
         self._policy = policy
@@ -275,7 +281,12 @@ class Admission:
         return counts
 
     def check_room(
-        self, now_s: float, num_tokens: int, tenant: Tenant = ANYONE, *, could_serve: bool
+        self,
+        now_s: float,
+        num_tokens: int,
+        tenant: Tenant = ANYONE,
+        *,
+        could_serve: bool,
     ) -> list[tuple[Key, Failure]]:
         """Raise `Overloaded` if a new request would have to wait in a full queue.
 
@@ -295,7 +306,9 @@ class Admission:
         if too_many <= 0:
             text = f"requests with {self._num_tokens} prompt tokens are waiting already"
         retry_s = self._retry_after_s(now_s)
-        full = Overloaded(text, code="queue_full", http_status=429, retry_after_s=retry_s)
+        full = Overloaded(
+            text, code="queue_full", http_status=429, retry_after_s=retry_s
+        )
         largest = self._fair.largest(max_queued)
         own = self._fair.share_of(tenant)
         if largest is None:
@@ -309,7 +322,8 @@ class Admission:
             pushed_out.append((key, full.to_failure()))
             too_many -= 1
             too_long -= waiting.num_tokens
-        if too_many > 0 or too_long > 0:  # streams of other routers may overfill the queue
+        # Streams of other routers may overfill the queue.
+        if too_many > 0 or too_long > 0:
             raise full
         for key, _ in pushed_out:
             self.leave(key)
@@ -366,7 +380,9 @@ class Admission:
                 yield selected
             else:
                 nodes = map(self._registry.node, selected.full)
-                waiting.waits_for = frozenset(node.role for node in nodes if node is not None)
+                waiting.waits_for = frozenset(
+                    node.role for node in nodes if node is not None
+                )
                 if leaves_room:
                     blocked.add(waiting.tenant.name)
                     continue
@@ -380,7 +396,9 @@ class Admission:
 
     def _absent(self, selection: Selection) -> frozenset[Role]:
         """Return the roles that have no node in service and are needed."""
-        needed: tuple[Role, ...] = ROLES if self._config.local_prefill == "never" else ("decode",)
+        needed: tuple[Role, ...] = (
+            ROLES if self._config.local_prefill == "never" else ("decode",)
+        )
         if selection.is_pooled:
             needed = ("prefill",)
         return frozenset(role for role in needed if not self._registry.in_service(role))
@@ -499,7 +517,9 @@ def check_num_logprobs(number: int) -> None:
         raise RequestError(text, param="prompt_logprobs")
 
 
-def fit(num_prompt: int, params: SamplingParams, limits: Limits) -> tuple[int, int | None]:
+def fit(
+    num_prompt: int, params: SamplingParams, limits: Limits
+) -> tuple[int, int | None]:
     """Return how many tokens to generate at most, and that again if it is less than requested.
 
     A `max_tokens` beyond the model's length is cut to the room that is left. A `max_tokens` that no
@@ -512,7 +532,9 @@ def fit(num_prompt: int, params: SamplingParams, limits: Limits) -> tuple[int, i
         raise RequestError(text, param="min_tokens")
     held = _held_by_pools(num_prompt, params.n, limits)
     if held < max(params.min_tokens, 1 if params.max_tokens is None else 0):
-        raise RequestError("the prompt can never fit the KV pool of a node", param="prompt")
+        raise RequestError(
+            "the prompt can never fit the KV pool of a node", param="prompt"
+        )
     if wanted > held:
         if params.max_tokens is not None:
             raise RequestError(
@@ -532,7 +554,11 @@ def _held_by_pools(num_prompt: int, num_choices: int, limits: Limits) -> int:
     if num_choices == 1 or limits.decode_blocks is None:
         return room
     held = tokens_held(
-        limits.decode_blocks, limits.block_size, num_prompt, num_choices, limits.state_blocks
+        limits.decode_blocks,
+        limits.block_size,
+        num_prompt,
+        num_choices,
+        limits.state_blocks,
     )
     return min(held, room)
 
@@ -570,7 +596,14 @@ def sampling_of(
 
 
 # Those of `SamplingParams` that engines get as they are.
-_CHANGED = ("seed", "max_tokens", "top_k", "stop_token_ids", "allowed_token_ids", "bad_words")
+_CHANGED = (
+    "seed",
+    "max_tokens",
+    "top_k",
+    "stop_token_ids",
+    "allowed_token_ids",
+    "bad_words",
+)
 _SAME_FIELDS = [
     name
     for name in Sampling.__struct_fields__

@@ -38,7 +38,8 @@ class CacheIndex:
         self._nodes: dict[NodeId, _KnownCache] = {}
         self._names: dict[int, NodeId] = {}  # by index
         self._holders: dict[BlockKey, int] = {}
-        self._named: dict[int, tuple[NodeId, ...]] = {}  # by masks that were asked for lately
+        # By masks that were asked for lately.
+        self._named: dict[int, tuple[NodeId, ...]] = {}
 
     def hear(self, node: NodeId, changes: CacheChanges) -> bool:
         """Take in an announcement. Return False if one was missed; the node must then send all."""
@@ -116,7 +117,9 @@ class CacheIndex:
         named = self._named.get(mask)
         if named is None:
             bits = bin(mask)[:1:-1]  # from index 0 on
-            named = tuple(self._names[index] for index, bit in enumerate(bits) if bit == "1")
+            named = tuple(
+                self._names[index] for index, bit in enumerate(bits) if bit == "1"
+            )
             if len(self._named) == MAX_NAMED:
                 self._named.clear()
             self._named[mask] = named

@@ -25,13 +25,15 @@ class ServedModel(msgspec.Struct, frozen=True):
     path: str
     fingerprint: str
     layout_fingerprint: str
-    max_model_len: int  # less than the model's limit if no pool could hold such a sequence
+    # Less than the model's limit if no pool could hold such a sequence.
+    max_model_len: int
     vocab_size: int
     block_size: int
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = ""
     lora_modules: tuple[str, ...] = ()  # the names of the adapters of the settings
-    run_time_loras: dict[str, str] = {}  # the names in requests of those of run time, by name
+    # The names in requests of those of run time, by name.
+    run_time_loras: dict[str, str] = {}
     sampling: dict[str, object] = {}  # the default of HTTP requests
     other_names: tuple[str, ...] = ()  # by which clients may ask for it, too
     tasks: ModelTasks = ModelTasks()
@@ -48,17 +50,23 @@ class Health(msgspec.Struct, frozen=True):
     pairs: tuple[PairTransfers, ...] = ()  # pairs whose handoffs fail
     transfers: tuple[PairTransfers, ...] = ()  # all handoffs by pair, since the start
     lost: tuple[LostNode, ...] = ()
-    num_cache_gaps: int = 0  # gaps in the nodes' announcements of cached blocks, since the start
-    oldest_wait_s: float = 0.0  # since nodes last made progress with the request that waits longest
-    num_waiting_for: dict[Role, int] = {}  # requests by the role that has no room for them
-    busy: dict[NodeId, float] = {}  # the share of its room that a node in service has given away
+    # Gaps in the nodes' announcements of cached blocks, since the start.
+    num_cache_gaps: int = 0
+    # Since nodes last made progress with the request that waits longest.
+    oldest_wait_s: float = 0.0
+    # Requests by the role that has no room for them.
+    num_waiting_for: dict[Role, int] = {}
+    # The share of its room that a node in service has given away.
+    busy: dict[NodeId, float] = {}
 
     @property
     def can_serve(self) -> bool:
         return self.status in ("ready", "degraded")
 
 
-def can_serve(registry: Registry, mode: LocalPrefill, *, is_pooled: bool = False) -> bool:
+def can_serve(
+    registry: Registry, mode: LocalPrefill, *, is_pooled: bool = False
+) -> bool:
     """Return whether there are nodes for an ordinary request, or for a prompt to pool."""
     has_prefill = bool(registry.in_service("prefill"))
     if is_pooled:
@@ -67,7 +75,11 @@ def can_serve(registry: Registry, mode: LocalPrefill, *, is_pooled: bool = False
 
 
 def health_of(
-    now_s: float, registry: Registry, mode: LocalPrefill, queue: Admission, oldest_wait_s: float
+    now_s: float,
+    registry: Registry,
+    mode: LocalPrefill,
+    queue: Admission,
+    oldest_wait_s: float,
 ) -> Health:
     nodes = nodes_health(now_s, registry)
     transfers = registry.pairs.transfers(now_s)
@@ -88,7 +100,11 @@ def health_of(
         registry.caches.num_gaps,
         oldest_wait_s,
         queue.num_waiting_for(),
-        {node.node_id: node.busy for role in ROLES for node in registry.in_service(role)},
+        {
+            node.node_id: node.busy
+            for role in ROLES
+            for node in registry.in_service(role)
+        },
     )
 
 

@@ -125,7 +125,9 @@ class Lifecycle:
                 self._on_first_tokens(node, event)
             case PromptLogprobs(key=key, rows=rows):
                 attempt = self._attempt_of(key)
-                if attempt is not None and node == (attempt.prefill_node or attempt.decode_node):
+                if attempt is not None and node == (
+                    attempt.prefill_node or attempt.decode_node
+                ):
                     attempt.heard_s = now_s
                     attempt.prompt_rows += rows
             case Pooled():
@@ -156,7 +158,9 @@ class Lifecycle:
                     self._end_choice(self.choices[index], by_router=True)
             case CallerGone(reason=reason):
                 if not self.has_outcome:
-                    self._conclude(Cancelled(f"the request was cancelled ({reason})").to_failure())
+                    self._conclude(
+                        Cancelled(f"the request was cancelled ({reason})").to_failure()
+                    )
             case Tick():
                 self._on_tick()
             case _:
@@ -187,7 +191,11 @@ class Lifecycle:
         ):
             return
         attempt.heard_s = self._now_s
-        if self._num_prompt_bytes and attempt.prefill_node is not None and not attempt.first_tokens:
+        if (
+            self._num_prompt_bytes
+            and attempt.prefill_node is not None
+            and not attempt.first_tokens
+        ):
             attempt.early.append(entry)  # what prefill has sent may take longer
             return
         if not attempt.streaming:
@@ -197,7 +205,9 @@ class Lifecycle:
                 self._end_handoff(attempt, None, entry.times)
             self._forward_first_tokens(attempt)
             if entry.times is not None:  # each choice repeats the times of the prompt
-                self._note_times(attempt, entry.times, of_prompt=attempt.prefill_node is None)
+                self._note_times(
+                    attempt, entry.times, of_prompt=attempt.prefill_node is None
+                )
         if choice.attempt is attempt:
             self._receive(
                 attempt,
@@ -220,11 +230,18 @@ class Lifecycle:
 
     def _on_first_tokens(self, node: NodeId, message: FirstTokens) -> None:
         attempt = self._attempt_of(message.key)
-        if attempt is None or attempt.prefill_node is None or attempt.prefill_node != node:
+        if (
+            attempt is None
+            or attempt.prefill_node is None
+            or attempt.prefill_node != node
+        ):
             return
         attempt.heard_s = self._now_s
         self._out.extend(attempt.releases({attempt.prefill_node}))
-        if len(message.tokens) != len(attempt.choices) or message.position != attempt.num_tokens:
+        if (
+            len(message.tokens) != len(attempt.choices)
+            or message.position != attempt.num_tokens
+        ):
             text = "prefill sent first tokens that do not match its request"
             self._lose(attempt, Loss.broken(text, node), node)
             return
@@ -269,7 +286,9 @@ class Lifecycle:
         num_known = len(self.request.token_ids) + len(choice.output) - position
         if num_known < 0:
             assert attempt.decode_node is not None
-            loss = Loss.broken("tokens are missing from the stream", attempt.decode_node)
+            loss = Loss.broken(
+                "tokens are missing from the stream", attempt.decode_node
+            )
             self._lose(attempt, loss, None)
             return
         fresh = token_ids[num_known:] if num_known else token_ids
@@ -287,13 +306,17 @@ class Lifecycle:
             self._out.append(DeliverPrompt(bytes(attempt.prompt_rows)))
         choice.output.extend(fresh)
         self._has_delivered = True
-        self._out.append(Deliver(choice.index, fresh, finish_reason, logprobs[num_known:]))
+        self._out.append(
+            Deliver(choice.index, fresh, finish_reason, logprobs[num_known:])
+        )
         if finish_reason is not None:
             choice.finish_reason = finish_reason
             self._end_choice(choice, by_router=False)
 
     def _on_failed(self, node: NodeId, key: Key, failure: Failure) -> None:
-        attempt = next((one for one in self._attempts if one.is_named(node, (key,))), None)
+        attempt = next(
+            (one for one in self._attempts if one.is_named(node, (key,))), None
+        )
         if attempt is None:
             return
         loss = attempt.loss_of(node, failure)
@@ -305,7 +328,8 @@ class Lifecycle:
             # Once decode streams, each of its sequences has a key of its own.
             self._lose_choices(attempt, {key.choice} & attempt.open, loss)
         else:
-            self._cancel(attempt, node, attempt.keys[1:])  # it may already have forked them
+            # It may already have forked them.
+            self._cancel(attempt, node, attempt.keys[1:])
             self._lose(attempt, loss, node)
 
     def _end_handoff(
@@ -314,7 +338,9 @@ class Lifecycle:
         if attempt.pair is not None:
             self._out.append(HandoffEnded(*attempt.pair, failure, times))
 
-    def _note_times(self, attempt: Attempt, times: StageTimes, *, of_prompt: bool) -> None:
+    def _note_times(
+        self, attempt: Attempt, times: StageTimes, *, of_prompt: bool
+    ) -> None:
         """Note what a node measured. `of_prompt` marks the node that computed the prompt."""
         self.metrics.timed(times, of_prompt=of_prompt)
         attempt.timed(self._now_s - self._began_s, times, of_prompt=of_prompt)
@@ -348,12 +374,18 @@ class Lifecycle:
                 and attempt.is_named(node, unasked)
             ):
                 # The node ended sequences that are still wanted, for example by a stale cancel.
-                ended = {key.choice for key in unasked if key in attempt.keys} & attempt.open
-                self._lose_choices(attempt, ended, Loss.broken("the node ended this stream", node))
+                ended = {
+                    key.choice for key in unasked if key in attempt.keys
+                } & attempt.open
+                self._lose_choices(
+                    attempt, ended, Loss.broken("the node ended this stream", node)
+                )
 
     def _on_crashed(self, node: NodeId, keys: tuple[Key, ...]) -> None:
         """Count a process that died in a step of this request. `NodeLost` follows."""
-        if not self.has_outcome and any(one.is_named(node, keys) for one in self._attempts):
+        if not self.has_outcome and any(
+            one.is_named(node, keys) for one in self._attempts
+        ):
             self._num_crashes += 1
             if self._num_crashes >= MAX_CRASHES:
                 self._conclude(kills_nodes(self._num_crashes))
@@ -386,7 +418,9 @@ class Lifecycle:
             attempt.open -= indices
             if not attempt.open:
                 self._leave_quietly(attempt)
-            self._go_on([self.choices[index] for index in sorted(indices)], attempt, loss)
+            self._go_on(
+                [self.choices[index] for index in sorted(indices)], attempt, loss
+            )
 
     def _go_on(self, lost: Sequence[Choice], attempt: Attempt, loss: Loss) -> None:
         """Make another attempt at these choices, unless the failure or the budget rules it out."""
@@ -400,7 +434,9 @@ class Lifecycle:
             choice.number += 1
             num_new = self._num_tokens(choice) - attempt.num_tokens
             choice.num_losses = 0 if loss.is_free(num_new) else choice.num_losses + 1
-        exhausted = any(choice.num_losses >= self.request.max_attempts for choice in lost)
+        exhausted = any(
+            choice.num_losses >= self.request.max_attempts for choice in lost
+        )
         if exhausted or not loss.failure.retryable:
             self._conclude(loss.failure)
         elif not self._has_delivered and len(lost) == len(self.choices):
@@ -409,7 +445,9 @@ class Lifecycle:
             for choice in lost:
                 self._try_again([choice], attempt, loss.failure)
 
-    def _try_again(self, choices: Sequence[Choice], lost: Attempt, failure: Failure) -> None:
+    def _try_again(
+        self, choices: Sequence[Choice], lost: Attempt, failure: Failure
+    ) -> None:
         lost.lost_at_s = self._now_s - self._began_s
         lost.failure = failure.code
         self.metrics.try_again(failure, is_resume=bool(choices[0].output))
@@ -420,15 +458,22 @@ class Lifecycle:
     def _open_attempt(self, choices: Sequence[Choice]) -> None:
         """Open an attempt and ask for its nodes. Choices share one only while none has output."""
         first, request = choices[0], self.request
-        num_tokens, indices = self._num_tokens(first), tuple(choice.index for choice in choices)
-        attempt = Attempt(Key(request.request_id, first.index, first.number), indices, num_tokens)
+        num_tokens, indices = (
+            self._num_tokens(first),
+            tuple(choice.index for choice in choices),
+        )
+        attempt = Attempt(
+            Key(request.request_id, first.index, first.number), indices, num_tokens
+        )
         attempt.open = set(indices)
         attempt.asked_at_s = self._now_s - self._began_s
         self.metrics.begin(attempt)
         for choice in choices:
             choice.attempt = attempt
         self._attempts.append(attempt)
-        avoid = frozenset(one for one, at_s in self._avoided.items() if self._now_s < at_s)
+        avoid = frozenset(
+            one for one, at_s in self._avoided.items() if self._now_s < at_s
+        )
         num_prompt, max_tokens = len(request.token_ids), request.sampling.max_tokens
         lora = request.sampling.lora
         selection = Selection(
@@ -450,19 +495,36 @@ class Lifecycle:
         self._out.append(selection)
 
     def _on_selected(self, selected: Selection) -> None:
-        nodes = {node for node in (selected.prefill_node, selected.decode_node) if node is not None}
+        nodes = {
+            node
+            for node in (selected.prefill_node, selected.decode_node)
+            if node is not None
+        }
         attempt = self._attempt_of(selected.key, AttemptState.WAITING)
-        if attempt is None:  # the attempt was given up while its nodes were being chosen
+        # The attempt was given up while its nodes were being chosen.
+        if attempt is None:
             self._out.extend(Release(node, selected.key) for node in sorted(nodes))
             return
-        attempt.state, attempt.heard_s, attempt.reserved = AttemptState.LIVE, self._now_s, nodes
-        attempt.prefill_node, attempt.decode_node = selected.prefill_node, selected.decode_node
-        attempt.epochs, attempt.max_uncached_tokens = selected.epochs, selected.max_uncached_tokens
+        attempt.state, attempt.heard_s, attempt.reserved = (
+            AttemptState.LIVE,
+            self._now_s,
+            nodes,
+        )
+        attempt.prefill_node, attempt.decode_node = (
+            selected.prefill_node,
+            selected.decode_node,
+        )
+        attempt.epochs, attempt.max_uncached_tokens = (
+            selected.epochs,
+            selected.max_uncached_tokens,
+        )
         attempt.prefix_node = selected.prefix_node
         attempt.placed_at_s = self._now_s - self._began_s
         self.metrics.placed(attempt, selected)
         output = self.choices[attempt.choices[0]].output
-        request = self.request if self._num_prompt_bytes else self.request.without_prompt()
+        request = (
+            self.request if self._num_prompt_bytes else self.request.without_prompt()
+        )
         self._out.extend(attempt.start_commands(request, output))
 
     # --- endings --------------------------------------------------------------------------------
@@ -473,11 +535,14 @@ class Lifecycle:
         attempt.open.discard(choice.index)
         self._num_open -= 1
         if attempt.open and by_router:
-            self._cancel(attempt, attempt.decode_node, (attempt.key.of_choice(choice.index),))
+            self._cancel(
+                attempt, attempt.decode_node, (attempt.key.of_choice(choice.index),)
+            )
         elif by_router:
             self._leave(attempt, None)
         elif not attempt.open:
-            if not attempt.streaming:  # prefill tells decode of the end, unless they are cut off
+            # Prefill tells decode of the end, unless they are cut off.
+            if not attempt.streaming:
                 self._cancel(attempt, attempt.decode_node, attempt.keys)
             self._leave_quietly(attempt)
         if self._num_open == 0:
@@ -494,7 +559,10 @@ class Lifecycle:
         if attempt.state is AttemptState.WAITING:
             self._out.append(CancelSelection(attempt.key))
         elif attempt.state is AttemptState.LIVE:
-            nodes = (attempt.decode_node, None if attempt.streaming else attempt.prefill_node)
+            nodes = (
+                attempt.decode_node,
+                None if attempt.streaming else attempt.prefill_node,
+            )
             for node in nodes:
                 if node != done:
                     self._cancel(attempt, node, attempt.keys)
@@ -511,14 +579,18 @@ class Lifecycle:
             attempt.open.clear()
             self._close_if_confirmed(attempt)
 
-    def _cancel(self, attempt: Attempt, node: NodeId | None, keys: tuple[Key, ...]) -> None:
+    def _cancel(
+        self, attempt: Attempt, node: NodeId | None, keys: tuple[Key, ...]
+    ) -> None:
         if node is not None and keys:
             attempt.unconfirmed.setdefault(node, set()).update(keys)
             self._out.append(Send(node, Cancel(keys)))
 
     def _close_if_confirmed(self, attempt: Attempt) -> None:
         if attempt.state is AttemptState.LEAVING:
-            self._out.extend(attempt.releases(attempt.reserved - attempt.unconfirmed.keys()))
+            self._out.extend(
+                attempt.releases(attempt.reserved - attempt.unconfirmed.keys())
+            )
             if not attempt.unconfirmed:
                 self._close(attempt)
 
@@ -533,14 +605,19 @@ class Lifecycle:
 
     def _on_tick(self) -> None:
         for attempt in list(self._attempts):
-            if attempt.state is AttemptState.LEAVING and self._now_s >= attempt.leave_by_s:
+            if (
+                attempt.state is AttemptState.LEAVING
+                and self._now_s >= attempt.leave_by_s
+            ):
                 self._close(attempt)
             elif (
                 attempt.state is AttemptState.LIVE
                 and self._now_s - attempt.heard_s >= SILENCE_DEADLINE_S
             ):
                 text = f"no node has had this request in progress for {SILENCE_DEADLINE_S:g} s"
-                loss = attempt.loss_of_handoff(NodeError(text, code="stream_broken").to_failure())
+                loss = attempt.loss_of_handoff(
+                    NodeError(text, code="stream_broken").to_failure()
+                )
                 if loss.is_of_handoff:
                     self._end_handoff(attempt, loss.failure)
                 self._lose(attempt, loss, None)
@@ -548,7 +625,9 @@ class Lifecycle:
     def _num_tokens(self, choice: Choice) -> int:
         return len(self.request.token_ids) + len(choice.output)
 
-    def _attempt_of(self, key: Key, state: AttemptState = AttemptState.LIVE) -> Attempt | None:
+    def _attempt_of(
+        self, key: Key, state: AttemptState = AttemptState.LIVE
+    ) -> Attempt | None:
         for attempt in self._attempts:
             if attempt.key == key and attempt.state is state:
                 return attempt

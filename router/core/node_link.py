@@ -32,7 +32,15 @@ from baton.protocol.messages import (
     ToRouter,
     WatchCache,
 )
-from baton.router.core.registry import Asked, Change, Entered, Left, Notice, Refuse, Registry
+from baton.router.core.registry import (
+    Asked,
+    Change,
+    Entered,
+    Left,
+    Notice,
+    Refuse,
+    Registry,
+)
 from baton.router.core.request import DRAINING, HandoffEnded, NodeProcess
 from baton.runtime.channels.listener import Channels, Received
 from baton.runtime.channels.wire import OPERATOR, name_of
@@ -78,7 +86,9 @@ class NodeLink:
         self._drain = drain
         self._channels = channels
         try:
-            self._listener = channels.listen(endpoint, to_node_codec(), to_router_codec())
+            self._listener = channels.listen(
+                endpoint, to_node_codec(), to_router_codec()
+            )
         except BaseException:
             channels.close()
             raise
@@ -101,7 +111,10 @@ class NodeLink:
         Messages that are sent together wake libzmq's thread only once. A message that cannot be
         encoded raises here, where it ends only its own request.
         """
-        if isinstance(message, Cancel) and (epoch := self._epochs.get(node)) is not None:
+        if (
+            isinstance(message, Cancel)
+            and (epoch := self._epochs.get(node)) is not None
+        ):
             # It is kept until it is confirmed, for the node may lose its channel alone. It then
             # keeps these sequences for their clients, which get them from other nodes. Another
             # process of its name may be here before it is back.
@@ -184,14 +197,17 @@ class NodeLink:
             elif isinstance(message, CancelDone):
                 self.forget_cancels((node, session.epoch), message.keys)
             yield node, message
-        elif message is not None and not isinstance(message, Ready):  # it follows a refused Hello
+        # It follows a refused Hello.
+        elif message is not None and not isinstance(message, Ready):
             self._listener.end(received.peer)  # so that it introduces itself
 
     def _open_session(self, node: NodeId, peer: bytes, hello: Hello) -> Heard:
         session = self._sessions.get(node)
         if session is not None and session.peer != peer:
             # The end of the old session may not have been read yet.
-            if session.epoch != hello.epoch and self._listener.is_connected(session.peer):
+            if session.epoch != hello.epoch and self._listener.is_connected(
+                session.peer
+            ):
                 text = (
                     f"another process uses the id {node} at this router: give each node an id of "
                     "its own (--id)"
@@ -273,14 +289,21 @@ class NodeNotifier:
             case Asked(node=node, role=role):
                 self._send(node, Peers(self._registry.peers_of(role)))
             case Notice(message=text, node=node, other=other, reason=reason):
-                log.warning(text, node=node, other=other, **({"reason": reason} if reason else {}))
+                log.warning(
+                    text,
+                    node=node,
+                    other=other,
+                    **({"reason": reason} if reason else {}),
+                )
             case Left(node=node, role=role, failure=failure):
                 write = log.info if failure.code == DRAINING else log.warning
                 write("node out of service", node=node, reason=failure.message)
                 self._introduce(role)
                 # Its channel may still work, so it gets the news too.
                 if self._registry.node(node) is not None:
-                    self._send(node, Peers(self._registry.peers_of(role), failure.message))
+                    self._send(
+                        node, Peers(self._registry.peers_of(role), failure.message)
+                    )
             case _:
                 assert_never(change)
 
@@ -293,10 +316,14 @@ class NodeNotifier:
     def start_profile(self) -> ProfileState:
         """Let every ready node record its steps. Raises `RequestError` during another profile."""
         if self._profile is not None:
-            text = f"{self._profile.name} is being recorded: stop it first (/stop_profile)"
+            text = (
+                f"{self._profile.name} is being recorded: stop it first (/stop_profile)"
+            )
             raise RequestError(text, code="profile_running")
         name = f"profile-{secrets.token_hex(4)}"
-        self._profiled = {n.node_id: n.epoch for n in self._registry.nodes if n.info is not None}
+        self._profiled = {
+            n.node_id: n.epoch for n in self._registry.nodes if n.info is not None
+        }
         self._profile = ProfileState(name, tuple(self._profiled))
         for node in self._profiled:
             self._send(node, Profile(name))
@@ -327,7 +354,9 @@ class NodeNotifier:
             text = f"there is no node {node_id}; the nodes of this router: {known}"
             return DrainState(node_id, problem=text)
         if node.info is None:
-            text = f"{node_id} is still starting: end its process instead of draining it"
+            text = (
+                f"{node_id} is still starting: end its process instead of draining it"
+            )
             return DrainState(node_id, is_known=True, problem=text)
         self._registry.drains(node_id)
         self._send(node_id, Drain())

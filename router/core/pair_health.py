@@ -89,7 +89,11 @@ class Pairs:
     def reason(self, now_s: float, prefill: NodeProcess, decode: NodeProcess) -> str:
         """Return why this pair is avoided now; empty if it is not."""
         trouble = self._trouble.get((prefill, decode))
-        return trouble.failure.message if trouble is not None and now_s < trouble.until_s else ""
+        return (
+            trouble.failure.message
+            if trouble is not None and now_s < trouble.until_s
+            else ""
+        )
 
     def selected(self, key: Key, prefill: NodeProcess, decode: NodeProcess) -> None:
         """Note that an attempt was given to this pair, which probes a pair in trouble."""
@@ -157,7 +161,9 @@ def hosts_of(prefills: Sequence[NodeInfo], decodes: Sequence[NodeInfo]) -> Hosts
     """Return the hosts of these nodes, which are all nodes in service."""
     first = _by_way(prefills)
     second = _by_way(decodes)
-    shared = tuple(Host(tuple(first[way]), tuple(second[way])) for way in first if way in second)
+    shared = tuple(
+        Host(tuple(first[way]), tuple(second[way])) for way in first if way in second
+    )
     num_nodes = len(prefills) + len(decodes)
     is_one = any(len(one.prefills) + len(one.decodes) == num_nodes for one in shared)
     return Hosts(shared, is_one)

@@ -60,7 +60,9 @@ class CheapestPair:
     def work_of(self, selection: Selection) -> int:
         """Return the tokens that an attempt will probably compute: its prompt and its output."""
         likely = _likely_tokens(selection, math.ceil(self._output_tokens))
-        return selection.num_tokens + selection.num_choices * (likely - selection.num_tokens)
+        return selection.num_tokens + selection.num_choices * (
+            likely - selection.num_tokens
+        )
 
     def choose(
         self,
@@ -93,8 +95,13 @@ class CheapestPair:
             return search.selected(min(prefills)[-1], None) if prefills else None
         if self._mode == "always":
             return search.local(search.local_candidates())
-        near: list[Candidate] = []  # decode nodes that may compute it, as they lack little of it
-        if self._mode == "auto" and selection.wants_decode and not selection.is_remote_only:
+        # Decode nodes that may compute it, as they lack little of it.
+        near: list[Candidate] = []
+        if (
+            self._mode == "auto"
+            and selection.wants_decode
+            and not selection.is_remote_only
+        ):
             near = search.local_candidates(selection.num_tokens - self._local_tokens)
         max_uncached = MISPREDICTION * self._local_tokens
         # If all decode nodes may compute it, a handoff of such a short prompt can only cost more.
@@ -149,7 +156,8 @@ class _PairSearch:
         most = (selection.num_tokens - 1) // size * size
         self._lenders: list[Node] = []  # decode nodes with most of the prompt
         self._readable = 0  # tokens, from each of these
-        self._lender_read = 0.0  # what one of these tokens costs them to load from their tiers
+        # What one of these tokens costs them to load from their tiers.
+        self._lender_read = 0.0
         for num_blocks, nodes in registry.caches.held(selection.block_keys).items():
             self._held.update(dict.fromkeys(nodes, num_blocks * size))
             self._cached.update(dict.fromkeys(nodes, min(num_blocks * size, most)))
@@ -181,7 +189,9 @@ class _PairSearch:
 
     def prefill_candidates(self) -> list[Candidate]:
         """Return the prefill nodes that could hold the prompt if they were empty."""
-        nodes = self._large_enough("prefill", self._blocks(self._selection.num_tokens, 1))
+        nodes = self._large_enough(
+            "prefill", self._blocks(self._selection.num_tokens, 1)
+        )
         has: Mapping[NodeId, float] = self._saved
         if self._lenders:
             has = self._with_reads(nodes)
@@ -189,12 +199,18 @@ class _PairSearch:
 
     def _with_reads(self, prefills: list[Node]) -> dict[NodeId, float]:
         """Return what each node has of the prompt if tokens count that it could read."""
-        saved = 1 - (NEAR_READ if self._registry.hosts().is_one else FAR_READ) - self._lender_read
+        saved = (
+            1
+            - (NEAR_READ if self._registry.hosts().is_one else FAR_READ)
+            - self._lender_read
+        )
         computes = {one.info.compute for one in self._lenders if one.info is not None}
         cached = self._cached
         most_cached = self._readable - MIN_READ_TOKENS
         has = dict(self._saved)
-        for node in [one for one in prefills if cached.get(one.node_id, 0) <= most_cached]:
+        for node in [
+            one for one in prefills if cached.get(one.node_id, 0) <= most_cached
+        ]:
             num_held = cached.get(node.node_id, 0)
             num_more = self._readable - num_held
             # Nearly always all nodes compute alike and reach each other, which is quick to see.
@@ -211,20 +227,31 @@ class _PairSearch:
         num_more = self._readable - self._cached.get(prefill.node_id, 0)
         if num_more < MIN_READ_TOKENS:
             return 0
-        return num_more if any(self._can_lend(one, prefill) for one in self._lenders) else 0
+        return (
+            num_more
+            if any(self._can_lend(one, prefill) for one in self._lenders)
+            else 0
+        )
 
     def _is_lender(self, decode: Node) -> bool:
         """Return whether a node has as much as any other, also beyond those that are looked at."""
         if decode in self._lenders:
             return True
-        return decode.lends_prefixes and self._held.get(decode.node_id, 0) >= self._readable
+        return (
+            decode.lends_prefixes
+            and self._held.get(decode.node_id, 0) >= self._readable
+        )
 
     def _can_lend(self, lender: Node, prefill: Node) -> bool:
         return lender.lends_to(prefill) and self._registry.can_pair(prefill, lender)
 
     def _lender(self, prefill: Node, decode: Node | None) -> Node | None:
         """Return the node from which that one would read, if it can be, the decode node itself."""
-        if decode is not None and self._is_lender(decode) and self._can_lend(decode, prefill):
+        if (
+            decode is not None
+            and self._is_lender(decode)
+            and self._can_lend(decode, prefill)
+        ):
             return decode
         usable = [one for one in self._lenders if self._can_lend(one, prefill)]
         return min(usable, key=lambda one: (one.num_tokens, one.node_id), default=None)
@@ -243,7 +270,9 @@ class _PairSearch:
         self, has: Mapping[NodeId, float], read: float = 1, least_held: int = 0
     ) -> list[Candidate]:
         """Return the decode nodes if each token that they lack costs `read`."""
-        num_blocks = self._blocks(self._selection.num_final_tokens, self._selection.num_choices)
+        num_blocks = self._blocks(
+            self._selection.num_final_tokens, self._selection.num_choices
+        )
         nodes = self._large_enough("decode", num_blocks)
         if least_held > 0:
             nodes = [node for node in nodes if self._num_known(node) >= least_held]
@@ -262,7 +291,11 @@ class _PairSearch:
         return [one for one in nodes if one.info and one.info.num_blocks >= num_blocks]
 
     def _candidates(
-        self, nodes: list[Node], waits: list[int], has: Mapping[NodeId, float], read: float = 1
+        self,
+        nodes: list[Node],
+        waits: list[int],
+        has: Mapping[NodeId, float],
+        read: float = 1,
     ) -> list[Candidate]:
         """Return nodes with their costs: their waits, plus `read` for each token that they lack.
 
@@ -296,7 +329,9 @@ class _PairSearch:
         independent, except for the path between them.
         """
         hosts = self._registry.hosts()
-        decodes = self._decode_candidates(self._held, NEAR_READ if hosts.is_one else FAR_READ)
+        decodes = self._decode_candidates(
+            self._held, NEAR_READ if hosts.is_one else FAR_READ
+        )
         if not decodes or not prefills:
             return None
         best = [_paired(min(prefills), min(decodes))]
@@ -308,13 +343,17 @@ class _PairSearch:
         pairs = self.possible_pairs(prefills)
         return next((pair for pair in pairs if self._works(now_s, pair)), None)
 
-    def _best_of_hosts(self, hosts: Hosts, prefills: list[Candidate]) -> Iterator[_Pair]:
+    def _best_of_hosts(
+        self, hosts: Hosts, prefills: list[Candidate]
+    ) -> Iterator[_Pair]:
         """Yield the cheapest pair of each host."""
         first = {one[5]: one for one in prefills}
         second = {one[5]: one for one in self._decode_candidates(self._held, NEAR_READ)}
         for host in hosts.shared:
             near = [first[node] for node in host.prefills if node in first]
-            if near and (own := [second[node] for node in host.decodes if node in second]):
+            if near and (
+                own := [second[node] for node in host.decodes if node in second]
+            ):
                 yield _paired(min(near), min(own))
 
     def _works(self, now_s: float, pair: _Pair) -> bool:
@@ -343,7 +382,9 @@ class _PairSearch:
         if not candidates:
             return None
         node = min(candidates)[-1]
-        return self.selected(None, node, is_fallback=is_fallback, max_uncached=max_uncached)
+        return self.selected(
+            None, node, is_fallback=is_fallback, max_uncached=max_uncached
+        )
 
     def selected(
         self,
@@ -373,7 +414,9 @@ class _PairSearch:
         selection.prefix_node = None if lender is None else lender.node_id
         selection.loads = tuple([(node.node_id, load) for node, load in given])
         selection.is_fallback = is_fallback
-        selection.full = tuple([node.node_id for node, _ in given if not self._has_room(node)])
+        selection.full = tuple(
+            [node.node_id for node, _ in given if not self._has_room(node)]
+        )
         num_cached = self._cached.get(given[0][0].node_id, 0)
         selection.num_cached_tokens = num_cached + num_read
         return selection
@@ -381,7 +424,11 @@ class _PairSearch:
     def _blocks(self, num_final_tokens: int, num_choices: int) -> int:
         num_tokens = self._selection.num_tokens
         return blocks_needed(
-            self._block_size, num_tokens, num_final_tokens, num_choices, self._state_blocks
+            self._block_size,
+            num_tokens,
+            num_final_tokens,
+            num_choices,
+            self._state_blocks,
         )
 
 
@@ -408,7 +455,11 @@ def _decode_load(node: Node, selection: Selection, likely_tokens: int) -> Reserv
     layout = node.info.layout
     num_choices = selection.num_choices
     num_blocks = blocks_needed(
-        layout.block_size, selection.num_tokens, likely_tokens, num_choices, layout.state_blocks
+        layout.block_size,
+        selection.num_tokens,
+        likely_tokens,
+        num_choices,
+        layout.state_blocks,
     )
     return ReservedLoad(
         selection.num_tokens * num_choices,

@@ -20,7 +20,14 @@ from baton.protocol.blocks import (
     unpack_keys,
 )
 from baton.protocol.ids import MAX_KEYS, Key, NodeId, RequestId
-from baton.protocol.messages import HandedOver, HandOver, Prefetch, Prefetched, Role, ToNode
+from baton.protocol.messages import (
+    HandedOver,
+    HandOver,
+    Prefetch,
+    Prefetched,
+    Role,
+    ToNode,
+)
 from baton.router.core.policy import MAX_LENDERS
 from baton.router.core.registry import Node, Registry
 from baton.router.core.request import Request, Selection
@@ -68,7 +75,9 @@ class Prefetches:
             self._send(source, HandedOver(message.number))
             return
         reader = min(readers, key=self._busy)
-        asked = _Asked(reader.node_id, source, message.number, now_s + message.timeout_s + LATE_S)
+        asked = _Asked(
+            reader.node_id, source, message.number, now_s + message.timeout_s + LATE_S
+        )
         self._ask(asked, hashes, message.idle_s, message.timeout_s)
 
     def placed(self, now_s: float, selected: Selection, request: Request) -> None:
@@ -109,13 +118,19 @@ class Prefetches:
             if asked.late_s <= now_s:
                 self._end(key)
 
-    def _lender_and_reader(self, keys: tuple[BlockKey, ...]) -> tuple[NodeId, NodeId] | None:
+    def _lender_and_reader(
+        self, keys: tuple[BlockKey, ...]
+    ) -> tuple[NodeId, NodeId] | None:
         """Return who should read these blocks from whom, if one prefill node alone has them."""
         holders = self._registry.caches.held(keys).get(len(keys), ())
         prefills = self._registry.in_service("prefill")
         if sum(node.node_id in holders for node in prefills) != 1:
             return None
-        lacking = [node for node in prefills if node.node_id not in holders and node.shares_blocks]
+        lacking = [
+            node
+            for node in prefills
+            if node.node_id not in holders and node.shares_blocks
+        ]
         for lender in self._registry.lenders(holders, MAX_LENDERS):
             readers = [one for one in lacking if lender.lends_to(one)]
             readers = [one for one in readers if self._registry.can_pair(one, lender)]
@@ -124,7 +139,11 @@ class Prefetches:
         return None
 
     def _ask(
-        self, asked: _Asked, hashes: Iterable[BlockHash], idle_s: float, timeout_s: float
+        self,
+        asked: _Asked,
+        hashes: Iterable[BlockHash],
+        idle_s: float,
+        timeout_s: float,
     ) -> None:
         key = Key(RequestId(self._new_id()))
         self._asked[key] = asked
@@ -145,7 +164,9 @@ class Prefetches:
         if not source.shares_blocks:
             return []
         other: Role = "decode" if source.role == "prefill" else "prefill"
-        nodes = (node for node in self._registry.in_service(other) if node.shares_blocks)
+        nodes = (
+            node for node in self._registry.in_service(other) if node.shares_blocks
+        )
         alike = (node for node in nodes if source.lends_to(node))
         return [node for node in alike if self._can_pair(source, node)]
 
@@ -154,7 +175,9 @@ class Prefetches:
             return self._registry.can_pair(source, reader)
         return self._registry.can_pair(reader, source)
 
-    def _not_held_elsewhere(self, source: NodeId, hashes: list[BlockHash]) -> list[BlockHash]:
+    def _not_held_elsewhere(
+        self, source: NodeId, hashes: list[BlockHash]
+    ) -> list[BlockHash]:
         """Return the blocks that no node in service holds, in its cache or in a tier."""
         keys = unpack_keys(pack_keys(hashes))
         indexes = (self._registry.caches, *self._registry.tiers.values())

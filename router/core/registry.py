@@ -102,7 +102,8 @@ class Node:
     role: Role
     epoch: Epoch
     heard_s: float
-    excused_s: float = 0.0  # of the time since then, in which this router could hear no node
+    # Of the time since then, in which this router could hear no node.
+    excused_s: float = 0.0
     phase: str = "starting"
     done: int = 0
     total: int = 0
@@ -118,7 +119,8 @@ class Node:
     num_blocks: int = 0
     num_foreign: int = 0  # sequences from other routers, as of its last heartbeat
     loras: frozenset[str] = frozenset()  # the adapters of run time that it has
-    unreachable: tuple[NodeId, ...] = ()  # decode nodes that this prefill node cannot reach now
+    # Decode nodes that this prefill node cannot reach now.
+    unreachable: tuple[NodeId, ...] = ()
     # The nodes of the other role with which it certainly cannot work, each with the reason.
     obstacles: dict[NodeId, str] = field(default_factory=dict)
 
@@ -162,7 +164,9 @@ class Node:
             return self.num_tokens < backlog * info.facts.step.num_tokens
         part = LEFT_PART if leaves_room else SURPLUS
         # A request with many choices needs one slot to begin.
-        has_slot = len(self.reserved) + self.num_foreign < part * info.facts.step.num_slots
+        has_slot = (
+            len(self.reserved) + self.num_foreign < part * info.facts.step.num_slots
+        )
         return has_slot and self.num_blocks + num_blocks <= part * info.num_blocks
 
     @property
@@ -217,10 +221,13 @@ class Registry:
         self.model: NodeInfo | None = None
         # The last refusal of each node, which may ask again.
         self._refused: dict[NodeId, Failure] = {}
-        self._lost: dict[NodeId, Node] = {}  # nodes that left without notice, oldest first
+        # Nodes that left without notice, oldest first.
+        self._lost: dict[NodeId, Node] = {}
         self.pairs = Pairs()
         self.caches = CacheIndex()
-        self.tiers: dict[TierName, CacheIndex] = {name: CacheIndex() for name in get_args(TierName)}
+        self.tiers: dict[TierName, CacheIndex] = {
+            name: CacheIndex() for name in get_args(TierName)
+        }
         self.version = 0  # grows whenever an attempt that found no node may find one
         self.num_releases = 0  # grows whenever this router gives a node less to do
         # Every request needs these, so they are cached until the state of a node changes.
@@ -267,7 +274,8 @@ class Registry:
         node.heard(now_s)
         node.info = info
         node.state = "ready"
-        node.phase, node.done, node.total = "ready", 0, 0  # the last message was of the start
+        # The last message was of the start.
+        node.phase, node.done, node.total = "ready", 0, 0
         self.changed()
         return [Entered(info), *self._differences(info), *self._pair_up(node, info)]
 
@@ -311,7 +319,9 @@ class Registry:
         index = self.caches if changes.tier is None else self.tiers[changes.tier]
         return index.hear(peer, changes)
 
-    def holds(self, peer: NodeId, loras: Iterable[str], *, are_all: bool = False) -> None:
+    def holds(
+        self, peer: NodeId, loras: Iterable[str], *, are_all: bool = False
+    ) -> None:
         """Note adapters of run time that a node has; all of them, or some more."""
         node = self._nodes.get(peer)
         if node is not None:
@@ -341,7 +351,9 @@ class Registry:
             return []
         # A node that was not `ready` has left before, but may have got a cancel since.
         if node.state == "draining":
-            failure = NodeError(f"{peer} has left: it was told to end", code=DRAINING).to_failure()
+            failure = NodeError(
+                f"{peer} has left: it was told to end", code=DRAINING
+            ).to_failure()
         else:
             self._lost[peer] = node
             if len(self._lost) > MAX_LOST:
@@ -359,7 +371,10 @@ class Registry:
         for node in self._nodes.values():
             node.excused_s = min(node.excused_s + deaf_s, now_s - node.heard_s)
             silent_s = now_s - node.heard_s - node.excused_s
-            if node.state in ("ready", "draining") and silent_s > self.heartbeat_timeout_s:
+            if (
+                node.state in ("ready", "draining")
+                and silent_s > self.heartbeat_timeout_s
+            ):
                 node.state = "silent"
                 self.changed()
                 failure = _lost(f"{node.node_id} has been silent for {silent_s:.1f} s")
@@ -370,8 +385,12 @@ class Registry:
         """Return the ready nodes of a role, in order of their ids."""
         found = self._in_service.get(role)
         if found is None:
-            nodes = [n for n in self._nodes.values() if n.role == role and n.state == "ready"]
-            found = self._in_service[role] = sorted(nodes, key=lambda node: node.node_id)
+            nodes = [
+                n for n in self._nodes.values() if n.role == role and n.state == "ready"
+            ]
+            found = self._in_service[role] = sorted(
+                nodes, key=lambda node: node.node_id
+            )
         return found
 
     def hosts(self) -> Hosts:
@@ -381,7 +400,9 @@ class Registry:
         return self._hosts
 
     def _infos(self, role: Role) -> tuple[NodeInfo, ...]:
-        return tuple(node.info for node in self.in_service(role) if node.info is not None)
+        return tuple(
+            node.info for node in self.in_service(role) if node.info is not None
+        )
 
     def node(self, node_id: NodeId) -> Node | None:
         return self._nodes.get(node_id)
@@ -392,7 +413,9 @@ class Registry:
 
     def has_met(self, role: Role) -> bool:
         """Return whether a node of a role is here, also one that starts, or left without notice."""
-        return any(node.role == role for node in (*self._nodes.values(), *self._lost.values()))
+        return any(
+            node.role == role for node in (*self._nodes.values(), *self._lost.values())
+        )
 
     @property
     def node_ids(self) -> list[NodeId]:
@@ -415,19 +438,25 @@ class Registry:
     def largest_pool(self, role: Role) -> int | None:
         """Return the blocks of the largest pool of a role; None until a node has been ready."""
         infos = [node.info for node in self._nodes.values() if node.role == role]
-        return max((info.num_blocks for info in infos if info is not None), default=None)
+        return max(
+            (info.num_blocks for info in infos if info is not None), default=None
+        )
 
     def lost_nodes(self, now_s: float) -> tuple[LostNode, ...]:
         """Return the nodes that left without notice in the last hour and have not come back."""
         for node in [n for n in self._lost.values() if now_s - n.heard_s > LOST_KEPT_S]:
             del self._lost[node.node_id]
         nodes = sorted(self._lost.values(), key=lambda node: node.node_id)
-        return tuple(LostNode(n.node_id, n.role, max(0.0, now_s - n.heard_s)) for n in nodes)
+        return tuple(
+            LostNode(n.node_id, n.role, max(0.0, now_s - n.heard_s)) for n in nodes
+        )
 
     def lenders(self, nodes: Iterable[NodeId], limit: int) -> list[Node]:
         """Return up to `limit` of the nodes from whose caches others may read."""
         found = (self._nodes[name] for name in nodes if name in self._nodes)
-        ready = (node for node in found if node.state == "ready" and node.lends_prefixes)
+        ready = (
+            node for node in found if node.state == "ready" and node.lends_prefixes
+        )
         return list(islice(ready, limit))
 
     def can_pair(self, prefill: Node, decode: Node) -> bool:
@@ -456,7 +485,8 @@ class Registry:
         node = self._nodes.get(node_id)
         if node is not None and node.release(key):
             self.num_releases += 1
-            if node.role == "decode":  # prefill is given back before decode has read the blocks
+            # Prefill is given back before decode has read the blocks.
+            if node.role == "decode":
                 self.pairs.released(key)
 
     def _node(self, node_id: NodeId, epoch: Epoch) -> Node | None:
@@ -476,7 +506,9 @@ class Registry:
         for other in self.nodes:
             if other.info is None or other.role == node.role:
                 continue
-            prefill, decode = (info, other.info) if node.role == "prefill" else (other.info, info)
+            prefill, decode = (
+                (info, other.info) if node.role == "prefill" else (other.info, info)
+            )
             other.obstacles.pop(node.node_id, None)
             if reason := pair_problem(prefill, decode):
                 node.obstacles[other.node_id] = other.obstacles[node.node_id] = reason
@@ -485,7 +517,12 @@ class Registry:
 
     def _misfit(self, info: NodeInfo) -> Failure | None:
         """Return why a node does not fit the model, or take over its limits if no other is here."""
-        sizes = (info.num_blocks, info.layout.block_size, info.max_model_len, info.vocab_size)
+        sizes = (
+            info.num_blocks,
+            info.layout.block_size,
+            info.max_model_len,
+            info.vocab_size,
+        )
         if min(sizes) < 1:
             text = f"{info.node_id} offers no blocks, no tokens or no vocabulary"
             return _mismatch("impossible_node", text)
@@ -495,7 +532,9 @@ class Registry:
             return None
         if not (found := differences(info, self.model)):
             return None
-        text = f"{info.node_id} does not fit the nodes in service: " + "; ".join(found.values())
+        text = f"{info.node_id} does not fit the nodes in service: " + "; ".join(
+            found.values()
+        )
         if is_alone:
             text += "; to serve another model, restart the router"
         return NodeError(text, code=next(iter(found))).to_failure()
@@ -510,7 +549,11 @@ class Registry:
     def _differences(self, info: NodeInfo) -> list[Change]:
         """Return the first node that publishes that it computes other bits than `info`."""
         for other in (node.info for node in self.nodes):
-            if other is not None and info.compute and other.compute not in ("", info.compute):
+            if (
+                other is not None
+                and info.compute
+                and other.compute not in ("", info.compute)
+            ):
                 return [Notice(DIFFERENT_BITS, info.node_id, other.node_id)]
         return []
 
@@ -519,7 +562,9 @@ def _is_stuck(heartbeat: Heartbeat) -> bool:
     if heartbeat.loop_age_s > STUCK_S:
         return True
     has_work = heartbeat.load.num_running + heartbeat.load.num_waiting > 0
-    return has_work and heartbeat.step_age_s > max(STUCK_S, STUCK_FACTOR * heartbeat.predicted_s)
+    return has_work and heartbeat.step_age_s > max(
+        STUCK_S, STUCK_FACTOR * heartbeat.predicted_s
+    )
 
 
 def _lost(message: str) -> Failure:
@@ -535,7 +580,8 @@ def differences(info: NodeInfo, model: NodeInfo) -> dict[str, str]:
     found: dict[str, str] = {}
     if info.model != model.model:
         ours, theirs = (
-            f"{i.facts.model_name or 'a model'} in {i.facts.dtype}" for i in (info, model)
+            f"{i.facts.model_name or 'a model'} in {i.facts.dtype}"
+            for i in (info, model)
         )
         found["model_mismatch"] = (
             f"it serves another model (config.json, weights or dtype): {ours}, not {theirs}"
@@ -545,7 +591,8 @@ def differences(info: NodeInfo, model: NodeInfo) -> dict[str, str]:
     if info.layout.fingerprint != model.layout.fingerprint:
         stored = [
             ", ".join(
-                f"{one.num_layers} {one.kind} layers of {one.width}" for one in i.layout.groups
+                f"{one.num_layers} {one.kind} layers of {one.width}"
+                for one in i.layout.groups
             )
             for i in (info, model)
         ]

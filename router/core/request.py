@@ -69,7 +69,9 @@ class Caller(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, scope: Scope, tenant: Tenant) -> "Caller":
         """Return the caller of a request that asks for a scope."""
-        return cls(msgspec.structs.replace(scope, tenant_salt=tenant.cache_salt), tenant)
+        return cls(
+            msgspec.structs.replace(scope, tenant_salt=tenant.cache_salt), tenant
+        )
 
 
 NO_CALLER = Caller()
@@ -101,31 +103,38 @@ class Selection(msgspec.Struct):
     num_choices: int
     wants_decode: bool
     num_final_tokens: int  # the greatest length that one of its sequences can reach
-    avoid: frozenset[NodeProcess] = frozenset()  # processes that failed this request recently
+    # Processes that failed this request recently.
+    avoid: frozenset[NodeProcess] = frozenset()
     avoid_until_s: float = 0.0  # until then, it rather waits than goes to one of those
     is_resume: bool = False  # the caller has tokens already
     is_suspect: bool = False  # a node has died of an error in one of its steps
-    is_remote_only: bool = False  # a decode node had less of the prompt cached than expected
+    # A decode node had less of the prompt cached than expected.
+    is_remote_only: bool = False
     is_pooled: bool = False  # no token is wanted, so a prefill node alone computes it
     lora: str = ""  # an adapter of run time, which not all nodes may have
-    block_keys: tuple[BlockKey, ...] = ()  # keys of the prompt's blocks, if caches are watched
+    # Keys of the prompt's blocks, if caches are watched.
+    block_keys: tuple[BlockKey, ...] = ()
     tenant: Tenant = ANYONE
     # Those of the queue in which it waits.
     since_s: float = 0.0  # when it began to wait
     work: float = 1.0  # in tokens, per weight of its tenant
-    unplaceable_at: int = -1  # the version of the registry at which no node could take it
+    # The version of the registry at which no node could take it.
+    unplaceable_at: int = -1
     # The roles whose nodes were full when it was looked at last; None before that.
     waits_for: frozenset[Role] | None = None
     # The nodes that would be best now, of which at least one is set, and their load to reserve.
     prefill_node: NodeId | None = None
     decode_node: NodeId | None = None
     epochs: dict[NodeId, Epoch] = {}  # of both nodes
-    max_uncached_tokens: int | None = None  # tokens that decode may compute if it is alone
-    prefix_node: NodeId | None = None  # from which prefill may read its first tokens' blocks
+    # Tokens that decode may compute if it is alone.
+    max_uncached_tokens: int | None = None
+    # From which prefill may read its first tokens' blocks.
+    prefix_node: NodeId | None = None
     loads: tuple[tuple[NodeId, ReservedLoad], ...] = ()
     is_fallback: bool = False  # decode computes the prompt because no pair works
     full: tuple[NodeId, ...] = ()  # those of the nodes that have no room for it now
-    num_cached_tokens: int = 0  # at the node that computes the prompt, as far as is known
+    # At the node that computes the prompt, as far as is known.
+    num_cached_tokens: int = 0
 
     def goes_to(self, processes: Container[NodeProcess]) -> bool:
         """Return whether one of the nodes is among these processes."""
@@ -279,7 +288,8 @@ class Request(msgspec.Struct, frozen=True):
     sampling: Sampling
     num_choices: int = 1
     max_attempts: int = 3  # attempts in a row that bring no token
-    block_keys: tuple[BlockKey, ...] = ()  # keys of the prompt's blocks, if caches are watched
+    # Keys of the prompt's blocks, if caches are watched.
+    block_keys: tuple[BlockKey, ...] = ()
     tenant: Tenant = ANYONE
 
     @property
@@ -314,7 +324,9 @@ class Loss:
 
     @classmethod
     def broken(cls, message: str, *blamed: NodeId) -> "Loss":
-        return cls(NodeError(message, code="stream_broken").to_failure(), frozenset(blamed))
+        return cls(
+            NodeError(message, code="stream_broken").to_failure(), frozenset(blamed)
+        )
 
     def is_free(self, num_new_tokens: int) -> bool:
         """Return whether the loss of an attempt that brought that many tokens is free.
@@ -323,7 +335,9 @@ class Loss:
         sequence that kills every node in its first decode step gets one token per attempt, so a
         loss by a node's death is free only from two tokens on.
         """
-        if self.failure.code == DRAINING or (self.failure.code == NOT_CACHED and not self.blamed):
+        if self.failure.code == DRAINING or (
+            self.failure.code == NOT_CACHED and not self.blamed
+        ):
             return True
         return num_new_tokens > (1 if self.is_death else 0)
 
@@ -338,7 +352,8 @@ class Attempt:
 
     key: Key  # the key of its lowest choice
     choices: tuple[int, ...]
-    num_tokens: int  # tokens that were sent with it, which is the position of its first new token
+    # Tokens that were sent with it, which is the position of its first new token.
+    num_tokens: int
     state: AttemptState = AttemptState.WAITING
     prefill_node: NodeId | None = None
     decode_node: NodeId | None = None
@@ -350,9 +365,11 @@ class Attempt:
     streaming: bool = False  # decode has sent tokens, so it no longer needs prefill
     first_tokens: tuple[FirstToken, ...] | None = None
     prompt_rows: bytearray = field(default_factory=bytearray)  # of `PromptLogprobs`
-    early: list[TokenEntry] = field(default_factory=list)  # decode's, which came before these
+    # Decode's, which came before these.
+    early: list[TokenEntry] = field(default_factory=list)
     reserved: set[NodeId] = field(default_factory=set)
-    unconfirmed: dict[NodeId, set[Key]] = field(default_factory=dict)  # keys of unconfirmed cancels
+    # Keys of unconfirmed cancels.
+    unconfirmed: dict[NodeId, set[Key]] = field(default_factory=dict)
     heard_s: float = 0.0
     leave_by_s: float = 0.0
     asked_at_s: float = 0.0  # when nodes were asked for
@@ -420,7 +437,10 @@ class Attempt:
 
     def is_named(self, node: NodeId, keys: Iterable[Key]) -> bool:
         """Return whether `node` works for this attempt and some of `keys` belong to it."""
-        works = self.state is AttemptState.LIVE and node in (self.prefill_node, self.decode_node)
+        works = self.state is AttemptState.LIVE and node in (
+            self.prefill_node,
+            self.decode_node,
+        )
         return works and not set(keys).isdisjoint(self.keys)
 
     def loss_of(self, node: NodeId, failure: Failure) -> Loss:
@@ -442,7 +462,9 @@ class Attempt:
         if self.pair is None or self.streaming:
             return Loss(failure, frozenset(blamed))
         # A single failure does not show which end is at fault, so the request avoids both.
-        return Loss(failure, frozenset(name for name, _ in self.pair), is_of_handoff=True)
+        return Loss(
+            failure, frozenset(name for name, _ in self.pair), is_of_handoff=True
+        )
 
     def start_commands(self, request: Request, output: list[int]) -> list[Send]:
         """Return the messages that start this attempt. They are sent at the same time."""
@@ -496,7 +518,8 @@ class Choice:
     attempt: "Attempt | None" = None
     number: int = 0  # of the attempt; 0 is the first
     num_losses: int = 0  # attempts in a row without progress
-    output: list[int] = field(default_factory=list)  # all tokens that the caller has got
+    # All tokens that the caller has got.
+    output: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
 

@@ -116,18 +116,23 @@ class RouterCore:
         self._open_channels = open_channels
         self._clock = clock
         is_cache_aware = config.router.routing == "cache-aware"
-        self.notifier = NodeNotifier(self.registry, self._send, watches_caches=is_cache_aware)
+        self.notifier = NodeNotifier(
+            self.registry, self._send, watches_caches=is_cache_aware
+        )
         self._allows_loading = config.model.allow_runtime_lora_updating
         self.adapters = ClusterAdapters(self.registry, self._send, self.epoch)
         self._prefetches = Prefetches(self.registry, self._send, self.new_id)
-        self._policy = CheapestPair(config.router.local_prefill, config.router.local_prefill_tokens)
+        self._policy = CheapestPair(
+            config.router.local_prefill, config.router.local_prefill_tokens
+        )
         self._queue = Admission(config.router, self.registry, self._policy)
         # A request is here from its first event until no node has to confirm anything.
         self._requests: dict[RequestId, Lifecycle] = {}
         self._streams: dict[RequestId, RequestStream] = {}  # the same
         # Events that were caused while another one is handled, or by callers.
         self._events: deque[tuple[Lifecycle, RequestEvent, NodeId]] = deque()
-        self._round: deque[RequestId] = deque()  # requests that this round has yet to look at
+        # Requests that this round has yet to look at.
+        self._round: deque[RequestId] = deque()
         self._next_round_s = 0.0
         self._numbers = count(1)
         self._now_s = clock()
@@ -143,7 +148,9 @@ class RouterCore:
 
     def start(self, endpoint: str) -> str:
         """Open the endpoint that nodes dial, and return its address. Raises `ConfigError`."""
-        channels = self._open_channels(load_keys(self._keys), self._config.heartbeat_timeout_s)
+        channels = self._open_channels(
+            load_keys(self._keys), self._config.heartbeat_timeout_s
+        )
         self._link = NodeLink(endpoint, channels, self._read, self.notifier.drain)
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         return self._link.endpoint
@@ -163,7 +170,9 @@ class RouterCore:
         prompt = stream.prompt_token_ids
         is_pooled = sampling.pooling is not None
         self._check_task(sampling.pooling)
-        could_serve = can_serve(self.registry, self._config.local_prefill, is_pooled=is_pooled)
+        could_serve = can_serve(
+            self.registry, self._config.local_prefill, is_pooled=is_pooled
+        )
         pushed_out = self._queue.check_room(
             self._clock(), len(prompt), tenant, could_serve=could_serve
         )
@@ -193,7 +202,9 @@ class RouterCore:
             raise RequestError(text, code="unsupported", param="model")
         # A cluster that pools may have no decode nodes at all, and to wait for one is in vain.
         if pooling is None and tasks.pools and not self.registry.has_met("decode"):
-            text = "no decode node has joined this cluster, so no tokens can be generated"
+            text = (
+                "no decode node has joined this cluster, so no tokens can be generated"
+            )
             raise Overloaded(text, code="no_nodes", retry_after_s=1.0)
 
     def give_up(self, request_id: RequestId) -> None:
@@ -231,14 +242,19 @@ class RouterCore:
         health = health_of(now_s, self.registry, mode, queue, now_s - oldest_s)
         if self._failure is None:
             return health
-        return msgspec.structs.replace(health, status="failed", message=self._failure.message)
+        return msgspec.structs.replace(
+            health, status="failed", message=self._failure.message
+        )
 
     async def wait_for(self, num_prefill: int, num_decode: int) -> None:
         """Wait until that many nodes are in service. Raises the router's error if it has failed."""
         while True:
             if self._failure is not None:
                 raise from_failure(self._failure)
-            num = len(self.registry.in_service("prefill")), len(self.registry.in_service("decode"))
+            num = (
+                len(self.registry.in_service("prefill")),
+                len(self.registry.in_service("decode")),
+            )
             if num[0] >= num_prefill and num[1] >= num_decode:
                 return
             self._changed.clear()
@@ -295,7 +311,8 @@ class RouterCore:
                     self._on_request_message(node, entry.key.request_id, entry)
             case Accepted() | FirstTokens() | PromptLogprobs() | Pooled() | Failed():
                 if isinstance(message, Failed) and message.failure.code == DRAINING:
-                    self.registry.drains(node)  # the node's next heartbeat will report it too
+                    # The node's next heartbeat will report it too.
+                    self.registry.drains(node)
                 self._on_request_message(node, message.key.request_id, message)
             case InProgress(keys=keys):
                 for key in keys:
@@ -366,7 +383,9 @@ class RouterCore:
         self._feed(lifecycle, Begun())
         self._select_waiting()
 
-    def _feed(self, lifecycle: Lifecycle, event: RequestEvent, node: NodeId = NO_NODE) -> None:
+    def _feed(
+        self, lifecycle: Lifecycle, event: RequestEvent, node: NodeId = NO_NODE
+    ) -> None:
         """Handle an event, then the events that it causes, such as a caller's leaving."""
         self._step(lifecycle, event, node)
         self._handle_events()
@@ -383,8 +402,12 @@ class RouterCore:
             for command in lifecycle.step(self._now_s, event, node):
                 self._carry_out(lifecycle, command)
         except Exception:  # a bug ends only its own request
-            log.exception("unhandled error", request=request_id, at=type(event).__name__)
-            self._streams[request_id].finish(BatonError("the router failed to handle this request"))
+            log.exception(
+                "unhandled error", request=request_id, at=type(event).__name__
+            )
+            self._streams[request_id].finish(
+                BatonError("the router failed to handle this request")
+            )
             if isinstance(event, CallerGone):
                 self._forget(request_id)
             else:  # its nodes must not go on
@@ -490,4 +513,8 @@ class RouterCore:
             self._round = deque(self._requests)
         num = max(LEAST_LOOKS, math.ceil(len(self._requests) * TICK_S / ROUND_S))
         ids = [self._round.popleft() for _ in range(min(num, len(self._round)))]
-        return [self._requests[request_id] for request_id in ids if request_id in self._requests]
+        return [
+            self._requests[request_id]
+            for request_id in ids
+            if request_id in self._requests
+        ]

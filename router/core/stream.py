@@ -105,7 +105,9 @@ class RequestStream:
 
     # --- the caller's side ------------------------------------------------------------------
 
-    async def outputs(self, prompt: str | None = None) -> AsyncGenerator[RequestOutput, None]:
+    async def outputs(
+        self, prompt: str | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Yield outputs in the form of `output_kind`, which show the prompt as `prompt`.
 
         Leaving early gives up the request.
@@ -200,7 +202,9 @@ class RequestStream:
             found.append(_shown(token_id, one, self._detokenizers[0].spell))
         return found
 
-    def output(self, outputs: list[CompletionOutput], prompt: str | None = None) -> RequestOutput:
+    def output(
+        self, outputs: list[CompletionOutput], prompt: str | None = None
+    ) -> RequestOutput:
         if self._prompt_logprobs is None:  # all outputs share them
             self._prompt_logprobs = self.prompt_logprobs()
         if self._prompt_token_ids is None:
@@ -217,7 +221,8 @@ class RequestStream:
 
     def close(self) -> None:
         """Give up the request if it is not finished. It may be called at any time, and again."""
-        self._sink = _dropped  # the sink may hold the whole response, which holds this stream
+        # The sink may hold the whole response, which holds this stream.
+        self._sink = _dropped
         if not self.finished:
             self._fail(Cancelled("the request was cancelled (client)"))
 
@@ -242,7 +247,9 @@ class RequestStream:
         if self.finished:
             return False
         if self._received and choice in self._received:
-            num_passed = self._pass_over(choice, token_ids, is_end=finish_reason is not None)
+            num_passed = self._pass_over(
+                choice, token_ids, is_end=finish_reason is not None
+            )
             if num_passed is None:
                 return finish_reason is None and not self.finished
             token_ids = token_ids[num_passed:]
@@ -267,7 +274,9 @@ class RequestStream:
             _wake(self._change)
         return finish_reason is None and delta.finish_reason is not None
 
-    def _pass_over(self, choice: int, token_ids: list[int], *, is_end: bool) -> int | None:
+    def _pass_over(
+        self, choice: int, token_ids: list[int], *, is_end: bool
+    ) -> int | None:
         """Take tokens that the caller may have already, and return how many of them it has.
 
         Return None if nothing of the choice is to follow: the caller has its end, or has begun with

@@ -66,7 +66,9 @@ class AdapterHandlers:
             text = f"{name!r} is one of model.lora_modules, which stay loaded"
             raise RequestError(text, param="lora_name")
         await self._engine.core.adapters.unload(name)
-        return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
+        return web.Response(
+            text=f"Success: LoRA adapter '{name}' removed successfully."
+        )
 
     async def _read(self, request: web.Request, decoder: msgspec.json.Decoder[B]) -> B:
         refuse_pages(request)

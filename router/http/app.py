@@ -240,7 +240,9 @@ class App:
     # --- around every request -------------------------------------------------------------------
 
     @web.middleware
-    async def _around(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _around(
+        self, request: web.Request, handler: Handler
+    ) -> web.StreamResponse:
         """Respond to one request to any path."""
         self._num_open += 1
         self._idle.clear()
@@ -260,7 +262,9 @@ class App:
                 if connection.is_spare or self._handlers.is_draining:
                     response.force_close()
                 if "X-Request-Id" not in response.headers:
-                    response.headers["X-Request-Id"] = name or f"req-{secrets.token_hex(12)}"
+                    response.headers["X-Request-Id"] = (
+                        name or f"req-{secrets.token_hex(12)}"
+                    )
                 response.headers.extend(request.get(EXTRA_HEADERS, ()))
             name = response.headers["X-Request-Id"]
             return response
@@ -276,7 +280,10 @@ class App:
             if connection.is_spare and request.path not in PROBES:
                 text = "the router has too many open connections"
                 raise Overloaded(text, code="too_many_connections")
-            if self._cors is not None and (reply := self._cors.preflight(request)) is not None:
+            if (
+                self._cors is not None
+                and (reply := self._cors.preflight(request)) is not None
+            ):
                 return reply
             self.access.check(request)
             request[TENANT] = self.access.tenant_of(request)
@@ -284,17 +291,23 @@ class App:
         except web.HTTPMethodNotAllowed as error:
             text = f"{clip(request.path)} does not take {clip(request.method)}"
             refusal = RequestError(text, code="method_not_allowed", http_status=405)
-            return self._error(request, refusal, {"Allow": ",".join(sorted(error.allowed_methods))})
+            return self._error(
+                request, refusal, {"Allow": ",".join(sorted(error.allowed_methods))}
+            )
         except web.HTTPNotFound:
             text = f"there is no {request.method} {clip(request.path)}{self._hint(request.path)}"
-            return self._error(request, RequestError(text, code="unknown_url", http_status=404))
+            return self._error(
+                request, RequestError(text, code="unknown_url", http_status=404)
+            )
         except BatonError as error:
             return self._error(request, error)
         except ConnectionError:  # the client has left
             return web.Response(status=CLIENT_GONE)
         except Exception:
             log.exception("unhandled error", route=_route_of(request))
-            return self._error(request, BatonError("the router failed to handle this request"))
+            return self._error(
+                request, BatonError("the router failed to handle this request")
+            )
 
     def _hint(self, path: str) -> str:
         """Return which path a client with a wrong base URL may mean, for a message."""
@@ -302,7 +315,9 @@ class App:
         paths = {resource.canonical for resource in self.application.router.resources()}
         return f"; did you mean {meant}?" if meant != path and meant in paths else ""
 
-    def _ended(self, request: web.Request, status: int, name: str, took_s: float) -> None:
+    def _ended(
+        self, request: web.Request, status: int, name: str, took_s: float
+    ) -> None:
         """Count a request that is over, and report it to the logs, traces and records."""
         self._num_open -= 1
         if not self._num_open:
@@ -328,7 +343,10 @@ class App:
         return response
 
     def _error(
-        self, request: web.BaseRequest, error: BatonError, headers: dict[str, str] | None = None
+        self,
+        request: web.BaseRequest,
+        error: BatonError,
+        headers: dict[str, str] | None = None,
     ) -> web.Response:
         self.metrics.failed(error)
         headers = {**retry_headers(error), **(headers or {})}
@@ -345,8 +363,12 @@ def _route_of(request: web.Request) -> str:
     return UNKNOWN if resource is None else resource.canonical
 
 
-def _json(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(body=body, status=status, headers=headers, content_type="application/json")
+def _json(
+    body: bytes, status: int = 200, headers: dict[str, str] | None = None
+) -> web.Response:
+    return web.Response(
+        body=body, status=status, headers=headers, content_type="application/json"
+    )
 
 
 # --- the description of the paths, for /openapi.json --------------------------------------------
@@ -356,12 +378,20 @@ _POSTS: dict[str, tuple[type, str]] = {
     "/v1/completions": (CompletionBody, "Continue one or several prompts."),
     "/v1/chat/completions": (ChatBody, "Answer the last turn of a chat."),
     "/v1/responses": (ResponseBody, "Answer a list of items, in OpenAI's newer form."),
-    "/v1/responses/input_tokens": (ResponseBody, "Return the number of a prompt's tokens."),
-    "/v1/messages": (MessageBody, "Answer the last turn of a chat, in Anthropic's form."),
+    "/v1/responses/input_tokens": (
+        ResponseBody,
+        "Return the number of a prompt's tokens.",
+    ),
+    "/v1/messages": (
+        MessageBody,
+        "Answer the last turn of a chat, in Anthropic's form.",
+    ),
     "/v1/messages/count_tokens": (CountBody, "Return the number of a prompt's tokens."),
     "/v1/embeddings": (EmbeddingBody, "Return the embeddings of texts."),
     **dict.fromkeys(SCORE_PATHS, (ScoreBody, "Return how well pairs of texts match.")),
-    **dict.fromkeys(RERANK_PATHS, (RerankBody, "Rank documents by how well they match a query.")),
+    **dict.fromkeys(
+        RERANK_PATHS, (RerankBody, "Rank documents by how well they match a query.")
+    ),
     "/tokenize": (TokenizeBody, "Return the token ids of a prompt or a chat."),
     "/detokenize": (DetokenizeBody, "Return the text of token ids."),
 }
@@ -406,12 +436,19 @@ def document() -> bytes:
     paths: dict[str, dict[str, object]] = {}
     for (path, (_, summary)), schema in zip(_POSTS.items(), body_schemas, strict=True):
         body = {"required": True, "content": _of_schema(schema)}
-        paths[path] = {"post": {"summary": summary, "requestBody": body, "responses": responses}}
+        paths[path] = {
+            "post": {"summary": summary, "requestBody": body, "responses": responses}
+        }
     for path, summary in _GETS.items():
         get: dict[str, object] = {"summary": summary, "responses": responses}
         if "{" in path:
             name = path.partition("{")[2].removesuffix("}")
-            place = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            place = {
+                "name": name,
+                "in": "path",
+                "required": True,
+                "schema": {"type": "string"},
+            }
             get["parameters"] = [place]
         paths[path] = {"get": get}
     info = {"title": "baton", "version": VERSION}

@@ -61,7 +61,9 @@ class Access:
         self._tenants: dict[bytes, Tenant] = {}  # by the digest of their key
         self.read_keys()
         self._hosts = {host.lower() for host in config.allowed_hosts}
-        trusts_host = config.is_on_loopback and not (config.wants_key or config.speaks_tls)
+        trusts_host = config.is_on_loopback and not (
+            config.wants_key or config.speaks_tls
+        )
         self._wants_local = trusts_host and not self._hosts
 
     def read_keys(self) -> None:
@@ -83,7 +85,11 @@ class Access:
                 "router.allowed_hosts"
             )
             raise RequestError(text, code="wrong_host", http_status=421)
-        if self._wants_key and not is_open and not self._is_known(authorization_of(request)):
+        if (
+            self._wants_key
+            and not is_open
+            and not self._is_known(authorization_of(request))
+        ):
             text = "send a valid API key in the header `Authorization: Bearer KEY`"
             raise RequestError(text, code="invalid_api_key", http_status=401)
 
@@ -111,7 +117,9 @@ class Access:
         given = authorization[len(_SCHEME) :]
         if scheme.lower() != _SCHEME:
             return False
-        return digest_of(given.strip().encode(errors="surrogateescape")) in self._tenants
+        return (
+            digest_of(given.strip().encode(errors="surrogateescape")) in self._tenants
+        )
 
     def tenant_of(self, request: web.Request) -> Tenant:
         """Return whose share of the nodes an accepted request takes: a key's, or an address's."""
@@ -210,8 +218,12 @@ def read_keys(path: Path) -> dict[bytes, Tenant]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "the file is not text"
-        raise ConfigError(f"cannot read {path} (router.api_key_file): {reason}") from error
+        reason = (
+            error.strerror if isinstance(error, OSError) else "the file is not text"
+        )
+        raise ConfigError(
+            f"cannot read {path} (router.api_key_file): {reason}"
+        ) from error
     tenants = {}
     for number, line in enumerate(lines, 1):
         text = line.strip()
@@ -235,7 +247,9 @@ def read_keys(path: Path) -> dict[bytes, Tenant]:
                 f"{path} line {number}: a salt has at most {MAX_SALT} characters "
                 "(router.api_key_file)"
             )
-        tenants[bytes.fromhex(match[1])] = Tenant(match[1], weight, chosen.get("salt", ""))
+        tenants[bytes.fromhex(match[1])] = Tenant(
+            match[1], weight, chosen.get("salt", "")
+        )
     return tenants
 
 
@@ -266,7 +280,9 @@ def add_key(path: Path, name: str) -> str:
     key = KEY_START + secrets.token_urlsafe(32)
     line = f"{PREFIX}{digest_of(key.encode()).hex()} {name}".rstrip() + "\n"
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(
+            path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
+        )
         with open(descriptor, "r+", encoding="utf-8") as file:
             before = file.read()
             file.write(line if not before or before.endswith("\n") else f"\n{line}")

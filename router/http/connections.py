@@ -86,7 +86,10 @@ class Connection(web.RequestHandler, asyncio.BufferedProtocol):
     )
 
     def __init__(
-        self, connections: "Connections", server: web.Server, loop: asyncio.AbstractEventLoop
+        self,
+        connections: "Connections",
+        server: web.Server,
+        loop: asyncio.AbstractEventLoop,
     ) -> None:
         super().__init__(
             server,
@@ -111,13 +114,15 @@ class Connection(web.RequestHandler, asyncio.BufferedProtocol):
         self._had_late_body = False
         self.num_body_bytes = 0
         self._num_ahead_bytes = 0
-        self._hold_timer: asyncio.TimerHandle | None = None  # exists while reading is paused
+        # Exists while reading is paused.
+        self._hold_timer: asyncio.TimerHandle | None = None
         self._has_begun = False  # whether a request has begun since reading was paused
         self._is_head_too_large = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        if hasattr(transport, "set_read_buffer_limits"):  # that of TLS has a buffer of its own
+        # That of TLS has a buffer of its own.
+        if hasattr(transport, "set_read_buffer_limits"):
             transport.set_read_buffer_limits(_READ_BYTES)
         self.is_spare = self._connections.opened(self)
 
@@ -133,7 +138,9 @@ class Connection(web.RequestHandler, asyncio.BufferedProtocol):
     def get_buffer(self, sizehint: int) -> memoryview:
         """Return the buffer to read into, which all connections share."""
         if self._content is not None and not self._content.is_eof():
-            return self._connections.buffer[: _FEW_BYTES if self._is_chunked else _READ_BYTES]
+            return self._connections.buffer[
+                : _FEW_BYTES if self._is_chunked else _READ_BYTES
+            ]
         num_bytes = max(MAX_HEAD_BYTES + 1 - self._num_ahead_bytes, _FEW_BYTES)
         return self._connections.buffer[:num_bytes]
 
@@ -150,7 +157,8 @@ class Connection(web.RequestHandler, asyncio.BufferedProtocol):
         self._num_ahead_bytes += nbytes
         if self._num_ahead_bytes > MAX_HEAD_BYTES and self.transport is not None:
             self.transport.pause_reading()
-            if self._hold_timer is None:  # else aiohttp went on, which has begun what it had
+            # Else aiohttp went on, which has begun what it had.
+            if self._hold_timer is None:
                 self._has_begun = False
                 self._check_ahead_later()
 
@@ -210,12 +218,17 @@ class Connection(web.RequestHandler, asyncio.BufferedProtocol):
             return super().handle_error(request, status, exc, message)
         if request.writer.output_size > 0:
             raise ConnectionError("an error came after the response had begun")
-        response = self._connections.refuse(request, _refusal_of(exc, self._is_head_too_large))
+        response = self._connections.refuse(
+            request, _refusal_of(exc, self._is_head_too_large)
+        )
         response.force_close()
         return response
 
     async def finish_response(
-        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+        self,
+        request: web.BaseRequest,
+        resp: web.StreamResponse,
+        start_time: float | None,
     ) -> tuple[web.StreamResponse, bool]:
         """Send a response. The only one that aiohttp makes by itself gets the form of all errors.
 
@@ -296,7 +309,9 @@ def connection_of(request: web.Request) -> Connection:
 class Connections:
     """The open connections of one server."""
 
-    def __init__(self, config: RouterConfig, http_log: logging.Logger, refuse: Refuse) -> None:
+    def __init__(
+        self, config: RouterConfig, http_log: logging.Logger, refuse: Refuse
+    ) -> None:
         """`refuse` makes the response to what is no request, and counts it."""
         self.idle_s = config.idle_s
         self.http_log = http_log
@@ -324,7 +339,9 @@ class Connections:
         if len(self._open) >= self._max_open:
             # Spare connections make room only when all are used, so that they get their answers.
             all_taken = len(self._open) >= self._max_open + SPARE
-            oldest = next((one for one in self._waiting if all_taken or not one.is_spare), None)
+            oldest = next(
+                (one for one in self._waiting if all_taken or not one.is_spare), None
+            )
             if oldest is not None:
                 self._close_idle(oldest)
         is_spare = len(self._open) >= self._max_open
@@ -352,7 +369,9 @@ class Connections:
             self._close_idle(next(iter(self._waiting)))
 
     def _close_idle(self, connection: Connection) -> None:
-        self._warn("there are too many connections, so those that are idle longest are closed")
+        self._warn(
+            "there are too many connections, so those that are idle longest are closed"
+        )
         self.closed(connection)
         _abort(connection)
 
@@ -372,7 +391,9 @@ def _refusal_of(error: HttpProcessingError, is_head_too_large: bool) -> RequestE
         text = f"the line and headers of the request are larger than {MAX_HEAD_BYTES // 1024} KiB"
         return RequestError(text, code="headers_too_large", http_status=431)
     what = clip(error.message.partition("\n")[0].partition(":")[0])
-    return RequestError(f"the request is not valid HTTP/1.1: {what}", code="invalid_http")
+    return RequestError(
+        f"the request is not valid HTTP/1.1: {what}", code="invalid_http"
+    )
 
 
 def _abort(connection: Connection) -> None:
@@ -399,7 +420,11 @@ _LARGE_BODIES = 16
 _FREE_CHUNK_BYTES = 64 * 1024
 # The most that is made of compressed data before other connections have their turn.
 _PIECE_BYTES = 256 * 1024
-_WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+_WINDOWS = {
+    "gzip": 16 + zlib.MAX_WBITS,
+    "x-gzip": 16 + zlib.MAX_WBITS,
+    "deflate": zlib.MAX_WBITS,
+}
 
 
 class Room:
@@ -455,7 +480,9 @@ class Bodies:
         connection_of(request).began()
         return body
 
-    async def _read_in_time(self, request: web.Request, room: Room, max_bytes: int) -> bytes:
+    async def _read_in_time(
+        self, request: web.Request, room: Room, max_bytes: int
+    ) -> bytes:
         _check_type(request)
         encoding = _encoding_of(request)
         length = request.content_length
@@ -478,7 +505,9 @@ class Bodies:
             text = "the body is not encoded as its headers say"
             raise RequestError(text, code="invalid_body") from error
 
-    async def _read(self, request: web.Request, room: Room, max_bytes: int, encoding: str) -> bytes:
+    async def _read(
+        self, request: web.Request, room: Room, max_bytes: int, encoding: str
+    ) -> bytes:
         connection = connection_of(request)
         content = request.content
         inflating = _Inflating(_WINDOWS[encoding]) if encoding else None

@@ -31,7 +31,9 @@ log = logger("router")
 class Delivery:
     """Responds to completions, chats, responses and messages."""
 
-    def __init__(self, engine: TextRouter, metrics: HttpMetrics, silence_s: float) -> None:
+    def __init__(
+        self, engine: TextRouter, metrics: HttpMetrics, silence_s: float
+    ) -> None:
         self._engine = engine
         self._metrics = metrics
         self._silence_s = silence_s
@@ -39,7 +41,11 @@ class Delivery:
         self._scoring = asyncio.Lock()
 
     async def respond(
-        self, request: web.Request, parsed: ParsedRequest, running: Running, encoder: Encoder
+        self,
+        request: web.Request,
+        parsed: ParsedRequest,
+        running: Running,
+        encoder: Encoder,
     ) -> web.StreamResponse:
         """Respond with what the streams of `running` bring. Raises `BatonError` before that."""
         if not parsed.generates:
@@ -81,7 +87,9 @@ class Delivery:
         self, parsed: ParsedRequest, streams: Sequence[RequestStream], encoder: Encoder
     ) -> None:
         """Show the prompts with their log probabilities, if they are wanted."""
-        if parsed.params.prompt_logprobs is None or not isinstance(encoder, ChunkEvents):
+        if parsed.params.prompt_logprobs is None or not isinstance(
+            encoder, ChunkEvents
+        ):
             return
         tokenizer = self._engine.get_tokenizer()
         spell = partial(tokenizer.spell, parsed.params.skip_special_tokens)
@@ -170,11 +178,17 @@ class Delivery:
         )
 
     async def _relayed(
-        self, request: web.Request, parsed: ParsedRequest, running: Running, encoder: Encoder
+        self,
+        request: web.Request,
+        parsed: ParsedRequest,
+        running: Running,
+        encoder: Encoder,
     ) -> web.StreamResponse:
         """Send the headers, then what the streams bring."""
         events = self._event_stream(request, parsed, encoder)
-        headers = _headers(running.request_id, [stream.metrics for stream in running.streams])
+        headers = _headers(
+            running.request_id, [stream.metrics for stream in running.streams]
+        )
         response = await events.open(request, headers)
         try:
             with blaming(parsed.sent):

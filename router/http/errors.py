@@ -20,7 +20,9 @@ _ERROR_TYPES = {
 RETRY_STATUSES = (429, 503, 504)
 DEFAULT_RETRY_AFTER_S = 1.0
 
-_PLACE = re.compile(r"(?P<text>.*?)(?: - at `(?:key in )?\$\.?(?P<path>.*)`)?", re.DOTALL)
+_PLACE = re.compile(
+    r"(?P<text>.*?)(?: - at `(?:key in )?\$\.?(?P<path>.*)`)?", re.DOTALL
+)
 _NAMED = re.compile(r"field `(.*?)`", re.DOTALL)
 
 # What the engine calls every field that asks for a form.
@@ -30,9 +32,17 @@ FORM_PARAM = "structured_outputs"
 def error_of(error: BatonError) -> bytes:
     """Return an error in OpenAI's form, for a body or an SSE event."""
     status = error.http_status
-    kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    message = error.message.encode(errors="replace").decode()  # it may quote bytes of a header
-    details = {"message": message, "type": kind, "param": error.param, "code": error.code}
+    kind = _ERROR_TYPES.get(
+        status, "invalid_request_error" if status < 500 else "server_error"
+    )
+    # It may quote bytes of a header.
+    message = error.message.encode(errors="replace").decode()
+    details = {
+        "message": message,
+        "type": kind,
+        "param": error.param,
+        "code": error.code,
+    }
     return msgspec.json.encode({"error": details})
 
 
@@ -40,7 +50,9 @@ def retry_headers(error: BatonError) -> dict[str, str]:
     """Return the headers for retries: in seconds for HTTP, in ms for OpenAI's clients."""
     if error.http_status not in RETRY_STATUSES:
         return {}
-    after_s = DEFAULT_RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s
+    after_s = (
+        DEFAULT_RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s
+    )
     return {
         "Retry-After": str(max(1, math.ceil(after_s))),
         "retry-after-ms": str(max(1, math.ceil(after_s * 1000))),
@@ -58,11 +70,15 @@ class blaming:  # noqa: N801 - a function to its callers; a generator would take
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: object
+    ) -> None:
         if isinstance(error, RequestError) and error.param:
             # The place within a field is that of the turn, not of what the client sent.
             field = error.param.partition("[")[0]
-            error.param = self._sent.get(error.param) or self._sent.get(field) or error.param
+            error.param = (
+                self._sent.get(error.param) or self._sent.get(field) or error.param
+            )
 
 
 def invalid(text: str, kind: type[msgspec.Struct], place: str = "") -> RequestError:
@@ -83,5 +99,9 @@ def invalid(text: str, kind: type[msgspec.Struct], place: str = "") -> RequestEr
     if not path:
         return RequestError(f"the body is wrong: {what}")
     # The message names the place inside a list; `param` names it only for turns, items and tools.
-    param = path if path.startswith(("messages", "tools", "input")) else path.partition("[")[0]
+    param = (
+        path
+        if path.startswith(("messages", "tools", "input"))
+        else path.partition("[")[0]
+    )
     return RequestError(f"{path}: {what}", param=param)

@@ -78,7 +78,9 @@ class Handlers:
     def close(self) -> None:
         self._work.close()
 
-    async def _tokens(self, request: web.Request, *, endpoint: TokenEndpoint) -> web.Response:
+    async def _tokens(
+        self, request: web.Request, *, endpoint: TokenEndpoint
+    ) -> web.Response:
         model = self._engine.get_model_config()
         token_bytes = self._engine.get_tokenizer().max_token_bytes
         max_bytes = min(self._bodies.limit(model, token_bytes), MAX_TOKENS_BYTES)
@@ -89,7 +91,9 @@ class Handlers:
         self._metrics.ignored(response.ignored)
         return web.Response(body=response.body, content_type="application/json")
 
-    async def _pool(self, request: web.Request, *, endpoint: PoolingEndpoint) -> web.Response:
+    async def _pool(
+        self, request: web.Request, *, endpoint: PoolingEndpoint
+    ) -> web.Response:
         self._refuse_if_draining()
         name = request_id_of(request) or f"req-{secrets.token_hex(12)}"
         return await self._pooling.answer(request, endpoint, name)
@@ -104,7 +108,9 @@ class Handlers:
         body = msgspec.json.encode(settings)
         return web.Response(body=body, content_type="application/json")
 
-    async def _serve(self, request: web.Request, *, endpoint: Endpoint) -> web.StreamResponse:
+    async def _serve(
+        self, request: web.Request, *, endpoint: Endpoint
+    ) -> web.StreamResponse:
         """Answer a POST, which resumes a broken stream if it has `Last-Event-ID`."""
         with counted_request(request, self._metrics) as running:
             self._refuse_if_draining()

@@ -241,12 +241,20 @@ OUTPUT_LENGTHS = Family(
     (),
     "vllm:request_generation_tokens",
 )
-TRANSFERS = Family("baton_transfers", "counter", "Handoffs that succeeded, by pair of nodes", _PAIR)
+TRANSFERS = Family(
+    "baton_transfers", "counter", "Handoffs that succeeded, by pair of nodes", _PAIR
+)
 TRANSFER_FAILURES = Family(
-    "baton_transfer_failures", "counter", "Handoffs that failed, by pair of nodes", _PAIR
+    "baton_transfer_failures",
+    "counter",
+    "Handoffs that failed, by pair of nodes",
+    _PAIR,
 )
 TRANSFER_BYTES = Family(
-    "baton_transfer_bytes", "counter", "KV bytes that handoffs moved, by pair of nodes", _PAIR
+    "baton_transfer_bytes",
+    "counter",
+    "KV bytes that handoffs moved, by pair of nodes",
+    _PAIR,
 )
 TRANSFER_SECONDS = Family(
     "baton_transfer_seconds",
@@ -315,7 +323,13 @@ ROUTER_FAMILIES = (
 
 
 # Counters exist from the start, because the rate of one that appears with its first event is 0.
-_LOSSES = ("node_lost", "preempted", "transfer_failed", "transfer_timeout", "lease_expired")
+_LOSSES = (
+    "node_lost",
+    "preempted",
+    "transfer_failed",
+    "transfer_timeout",
+    "lease_expired",
+)
 _AT_0: dict[Family, tuple[tuple[str, ...], ...]] = {
     REFUSALS: (
         ("429", "queue_full"),
@@ -333,7 +347,9 @@ _AT_0: dict[Family, tuple[tuple[str, ...], ...]] = {
 class HttpMetrics:
     """The metrics of one router, without globals, because two routers can share a process."""
 
-    def __init__(self, model_name: str = "", version: str = "", router: str = "") -> None:
+    def __init__(
+        self, model_name: str = "", version: str = "", router: str = ""
+    ) -> None:
         """Label every value with `router`, the name of a router that shares its port."""
         self.num_requests = 0  # requests that have ended
         self.num_refused = 0  # that clients are asked to repeat
@@ -351,14 +367,27 @@ class HttpMetrics:
         self._field_names: set[str] = set()
         counted = (ANSWERS, REFUSALS, IGNORED, REQUESTS, SUCCESSES, RETRIES, RESUMES)
         self._counts: dict[Family, Counter[tuple[str, ...]]] = {
-            family: Counter(dict.fromkeys(_AT_0.get(family, ()), 0)) for family in counted
+            family: Counter(dict.fromkeys(_AT_0.get(family, ()), 0))
+            for family in counted
         }
-        timed = (FIRST_TOKEN, E2E, QUEUE_TIME, PREFILL_TIME, DECODE_TIME, INFERENCE_TIME)
+        timed = (
+            FIRST_TOKEN,
+            E2E,
+            QUEUE_TIME,
+            PREFILL_TIME,
+            DECODE_TIME,
+            INFERENCE_TIME,
+        )
         self._observed = {one: Histogram(LATENCY_BUCKETS_S) for one in timed}
-        self._observed |= {PER_TOKEN: Histogram(TOKEN_BUCKETS_S), TOKEN_GAPS: self.token_gaps}
+        self._observed |= {
+            PER_TOKEN: Histogram(TOKEN_BUCKETS_S),
+            TOKEN_GAPS: self.token_gaps,
+        }
         for lengths in (PROMPT_LENGTHS, OUTPUT_LENGTHS):
             self._observed[lengths] = Histogram(LENGTH_BUCKETS)
-        self._stages = [(f"{stage}_s", Histogram(STAGE_BUCKETS_S)) for stage in STAGE_NAMES]
+        self._stages = [
+            (f"{stage}_s", Histogram(STAGE_BUCKETS_S)) for stage in STAGE_NAMES
+        ]
 
     # --- counting -------------------------------------------------------------------------------
 
@@ -452,7 +481,9 @@ class HttpMetrics:
     def render(self, health: Health, model: ServedModel | None = None) -> bytes:
         """Return the text that a Prometheus server scrapes."""
         name = self._model_name if model is None else model.name
-        page = Page({"model_name": name} | ({"router": self._router} if self._router else {}))
+        page = Page(
+            {"model_name": name} | ({"router": self._router} if self._router else {})
+        )
         for family, counts in self._counts.items():
             page.add(family, counts)
         page.add(PROMPT_TOKENS, {(): self.num_prompt_tokens})
@@ -462,12 +493,16 @@ class HttpMetrics:
         page.add(OUTPUT_TOKENS, {(): self.num_output_tokens})
         for family, histogram in self._observed.items():
             page.add(family, {(): histogram})
-        page.add(STAGES, {(name.removesuffix("_s"),): stage for name, stage in self._stages})
+        page.add(
+            STAGES, {(name.removesuffix("_s"),): stage for name, stage in self._stages}
+        )
         self._add_cluster(page, health, model)
         add_nodes(page, health.nodes, health.lost)
         return page.text()
 
-    def _add_cluster(self, page: Page, health: Health, model: ServedModel | None) -> None:
+    def _add_cluster(
+        self, page: Page, health: Health, model: ServedModel | None
+    ) -> None:
         facts = ("", "", "")
         if model is not None:
             facts = (model.dtype, str(model.block_size), str(model.max_model_len))
@@ -475,12 +510,18 @@ class HttpMetrics:
         page.add(BUILD_INFO, {(self._version, *facts, ",".join(features)): 1})
         page.add(RUNNING, {(): health.num_running})
         page.add(WAITING, {(): health.num_queued})
-        page.add(WAITING_FOR, {(role,): num for role, num in health.num_waiting_for.items()})
+        page.add(
+            WAITING_FOR, {(role,): num for role, num in health.num_waiting_for.items()}
+        )
         busy = health.busy
-        roles = {node.node_id: node.role for node in health.nodes if node.node_id in busy}
+        roles = {
+            node.node_id: node.role for node in health.nodes if node.node_id in busy
+        }
         page.add(BUSY, {(node, role): busy[node] for node, role in roles.items()})
         page.add(NODES, Counter((node.role, node.state) for node in health.nodes))
-        known = {(node.node_id, node.role): node.num_known_blocks for node in health.nodes}
+        known = {
+            (node.node_id, node.role): node.num_known_blocks for node in health.nodes
+        }
         page.add(KNOWN_BLOCKS, known)
         page.add(CACHE_GAPS, {(): health.num_cache_gaps})
         page.add(OLDEST_WAIT, {(): health.oldest_wait_s})
@@ -488,7 +529,9 @@ class HttpMetrics:
         page.add(TRANSFERS, {pair: one.num_handoffs for pair, one in pairs.items()})
         page.add(TRANSFER_FAILURES, {p: one.num_failures for p, one in pairs.items()})
         page.add(TRANSFER_BYTES, {pair: one.num_bytes for pair, one in pairs.items()})
-        page.add(TRANSFER_SECONDS, {pair: one.transfer_s for pair, one in pairs.items()})
+        page.add(
+            TRANSFER_SECONDS, {pair: one.transfer_s for pair, one in pairs.items()}
+        )
 
 
 class StatsLine:

@@ -19,7 +19,11 @@ from baton.protocol.adapters import shown_lora
 from baton.router.core.request import Caller
 from baton.router.core.stream import RequestStream
 from baton.router.http.api.large_bodies import BodyWork
-from baton.router.http.api.pooling_bodies import PooledPrompts, PoolingEndpoint, scores_of
+from baton.router.http.api.pooling_bodies import (
+    PooledPrompts,
+    PoolingEndpoint,
+    scores_of,
+)
 from baton.router.http.api.prepare import num_packed, unpacked
 from baton.router.http.auth import TENANT
 from baton.router.http.connections import Bodies
@@ -66,12 +70,16 @@ class PoolingHandlers:
         headers = {"X-Request-Id": request_id}
         return web.Response(body=body, content_type="application/json", headers=headers)
 
-    async def _read(self, request: web.Request, endpoint: PoolingEndpoint) -> PooledPrompts:
+    async def _read(
+        self, request: web.Request, endpoint: PoolingEndpoint
+    ) -> PooledPrompts:
         model = self._engine.get_model_config()
         with self._bodies.room() as room:
             # Many short texts may be longer than the model's longest prompt.
             body = await self._bodies.read(request, room, self._bodies.max_body_bytes)
-            asked = await self._work.pooled_prompts(endpoint, model, body, request[TENANT].name)
+            asked = await self._work.pooled_prompts(
+                endpoint, model, body, request[TENANT].name
+            )
         self._metrics.ignored(asked.ignored)
         return asked
 
@@ -80,7 +88,8 @@ class PoolingHandlers:
     ) -> list[bytes]:
         """Return what nodes make of each prompt. Raises the first error in their order."""
         numbers: list[bytes] = []
-        waiting: deque[tuple[RequestStream, int]] = deque()  # with their numbers of tokens
+        # With their numbers of tokens.
+        waiting: deque[tuple[RequestStream, int]] = deque()
         num_tokens = 0  # of those, and of the next one
         for index, prompt in enumerate(asked.prompts):
             if index:  # a long list must not delay other requests
@@ -112,7 +121,9 @@ class PoolingHandlers:
             "object": "list",
             "created": int(time.time()),
             "model": model,
-            "results" if endpoint == "rerank" else "data": await _items(endpoint, asked, numbers),
+            "results" if endpoint == "rerank" else "data": await _items(
+                endpoint, asked, numbers
+            ),
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         }
         return msgspec.json.encode(fields)
@@ -142,7 +153,9 @@ async def _items(
     return items
 
 
-def _embeddings(asked: PooledPrompts, numbers: Sequence[bytes]) -> Iterator[dict[str, object]]:
+def _embeddings(
+    asked: PooledPrompts, numbers: Sequence[bytes]
+) -> Iterator[dict[str, object]]:
     for index, row in enumerate(numbers):
         values = embedding_of(row, asked.dimensions, normalizes=asked.normalizes)
         shown: object = values
@@ -156,7 +169,9 @@ def _scored(scores: Sequence[float]) -> Iterator[dict[str, object]]:
         yield {"object": "score", "index": index, "score": score}
 
 
-def _ranked(asked: PooledPrompts, scores: Sequence[float]) -> Iterator[dict[str, object]]:
+def _ranked(
+    asked: PooledPrompts, scores: Sequence[float]
+) -> Iterator[dict[str, object]]:
     """Yield the best first; of equal ones, the first."""
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
     for index in order[: asked.top_n]:

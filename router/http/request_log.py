@@ -115,9 +115,17 @@ class RequestLog:
         if running.failure is not None:
             self._failed(running.failure, running, request_id)
         elif any(one.metrics.num_resumes for one in running.streams):
-            log.info("request resumed after a loss", request=request_id, **_fields_of(running))
+            log.info(
+                "request resumed after a loss",
+                request=request_id,
+                **_fields_of(running),
+            )
         elif any(one.metrics.num_retries for one in running.streams):
-            log.info("request tried again after a loss", request=request_id, **_fields_of(running))
+            log.info(
+                "request tried again after a loss",
+                request=request_id,
+                **_fields_of(running),
+            )
 
     def refused(self, request: web.BaseRequest, error: BatonError) -> None:
         """Log that a client sent what is no request."""
@@ -134,10 +142,16 @@ class RequestLog:
         if failure.http_status < 422:
             return
         was_placed = any(one.metrics.num_attempts for one in running.streams)
-        if failure.http_status in RETRY_STATUSES and not was_placed and not self._has_room():
+        if (
+            failure.http_status in RETRY_STATUSES
+            and not was_placed
+            and not self._has_room()
+        ):
             return
         if self._num_unlogged:
-            log.info("further refusals were not logged one by one", number=self._num_unlogged)
+            log.info(
+                "further refusals were not logged one by one", number=self._num_unlogged
+            )
             self._num_unlogged = 0
         log.warning(
             "request failed",
@@ -174,7 +188,9 @@ def _fields_of(running: Running) -> dict[str, object]:
     fields["attempts"] = max(metrics.num_attempts for metrics in all_metrics)
     fields["resumes"] = sum(metrics.num_resumes for metrics in all_metrics)
     if losses:
-        fields["lost_by"] = ",".join(f"{code}:{count}" for code, count in losses.items())
+        fields["lost_by"] = ",".join(
+            f"{code}:{count}" for code, count in losses.items()
+        )
     slowest = max(all_metrics, key=lambda metrics: metrics.e2e_s or 0.0)
     for stage in STAGE_NAMES:
         if seconds := getattr(slowest, f"{stage}_s"):
@@ -196,7 +212,11 @@ def _sums(all_metrics: list[RequestMetrics]) -> dict[str, object]:
         fields["served"] = all_metrics[-1].path
     fields["prompt_tokens"] = sum(metrics.num_prompt_tokens for metrics in all_metrics)
     fields["output_tokens"] = sum(metrics.num_output_tokens for metrics in all_metrics)
-    first_s = [m.time_to_first_token_s for m in all_metrics if m.time_to_first_token_s is not None]
+    first_s = [
+        m.time_to_first_token_s
+        for m in all_metrics
+        if m.time_to_first_token_s is not None
+    ]
     if first_s:
         fields["first_token_s"] = round(min(first_s), 6)
     return fields
@@ -209,7 +229,9 @@ CLOSE_S = 1.0
 def exporter_to(endpoint: str) -> "SpanExporter":
     """Return an exporter to an OTLP collector. Raises `ConfigError` without the extra."""
     try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import (
+            OTLPSpanExporter,
+        )
     except ImportError as error:
         text = (
             "router.otlp_traces_endpoint needs OpenTelemetry: install the extra otel (`make serve "
@@ -226,8 +248,15 @@ class Tracer:
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        from opentelemetry.trace import (
+            SpanKind,
+            Status,
+            StatusCode,
+            set_span_in_context,
+        )
+        from opentelemetry.trace.propagation.tracecontext import (
+            TraceContextTextMapPropagator,
+        )
 
         self._provider: TracerProvider = TracerProvider(
             # `create` has a name of its own; what OTEL_* variables say comes last.
@@ -272,7 +301,9 @@ class Tracer:
             within = self._within(span)
             if running.streams:
                 first_ns = round(running.streams[0].metrics.arrival_time * 1e9)
-                prepare = self._tracer.start_span("prepare", within, start_time=began_ns)
+                prepare = self._tracer.start_span(
+                    "prepare", within, start_time=began_ns
+                )
                 prepare.end(max(began_ns, first_ns))
             for stream in running.streams:
                 self._prompt(running.request_id, route, stream, within)
@@ -283,7 +314,9 @@ class Tracer:
 
     def close(self) -> None:
         """Send the remaining spans, but do not wait long for a collector that does not answer."""
-        closing = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
+        closing = threading.Thread(
+            target=self._provider.shutdown, name="traces", daemon=True
+        )
         closing.start()
         closing.join(CLOSE_S)
 
@@ -310,7 +343,9 @@ class Tracer:
             "baton.transfer_s": metrics.transfer_s,
         }
         if metrics.time_to_first_token_s is not None:
-            attributes["gen_ai.latency.time_to_first_token"] = metrics.time_to_first_token_s
+            attributes["gen_ai.latency.time_to_first_token"] = (
+                metrics.time_to_first_token_s
+            )
         ended_ns = began_ns + round((metrics.e2e_s or 0.0) * 1e9)
         span = self._tracer.start_span(
             "llm_request", within, attributes=attributes, start_time=began_ns

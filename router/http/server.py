@@ -36,7 +36,9 @@ TLS_BUFFER_BYTES = 16 * 1024
 class Server:
     """An `App` on a port or a Unix socket."""
 
-    def __init__(self, app: App, config: RouterConfig, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, app: App, config: RouterConfig, tls: ssl.SSLContext | None = None
+    ) -> None:
         """With `tls`, the server speaks https only."""
         self._app = app
         self._config = config
@@ -45,7 +47,10 @@ class Server:
         http_log.addFilter(_is_ours)
         # If a client leaves, its handler is cancelled and with it the request.
         self._runner = web.AppRunner(
-            app.application, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_S
+            app.application,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=CLOSE_S,
         )
         if tls is not None:
             sslproto.SSLProtocol.max_size = TLS_BUFFER_BYTES
@@ -61,7 +66,9 @@ class Server:
         if config.uds:
             await self._listen_on_socket(config.uds)
         else:
-            await self._listen(config.port, is_shared=config.shares_port or config.port_is_held)
+            await self._listen(
+                config.port, is_shared=config.shares_port or config.port_is_held
+            )
         if config.own_port:
             await self._listen(config.own_port, is_shared=False)
         if config.uds:
@@ -79,7 +86,9 @@ class Server:
             raise NodeError(error.message, code="no_port") from error
         status = os.stat(path)
         self._socket_file = (path, status.st_dev, status.st_ino)
-        listener = await loop.create_unix_server(self._new_connection, sock=bound, backlog=ACCEPTS)
+        listener = await loop.create_unix_server(
+            self._new_connection, sock=bound, backlog=ACCEPTS
+        )
         self._add(listener)
 
     async def _listen(self, port: int, *, is_shared: bool) -> None:
@@ -94,7 +103,9 @@ class Server:
         )
         try:
             if host in EVERY_ADDRESS:
-                listener = await serve(sock=_on_every_address(port, is_shared=is_shared))
+                listener = await serve(
+                    sock=_on_every_address(port, is_shared=is_shared)
+                )
             else:
                 listener = await serve(host=host, port=port, reuse_port=is_shared)
         except OSError as error:
@@ -122,7 +133,8 @@ class Server:
         port, they get new connections.
         """
         if self._config.shares_port and self._listeners:
-            for _ in range(2):  # accept the connections that the kernel holds for this process
+            # Accept the connections that the kernel holds for this process.
+            for _ in range(2):
                 await asyncio.sleep(0)
             self._listeners[0].close()
         await self._app.drain(grace_s)

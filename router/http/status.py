@@ -117,17 +117,29 @@ class StatusPage:
     async def page(self, request: web.Request) -> web.Response:
         """Answer GET / with the page, which holds no data."""
         return web.Response(
-            body=self._page, content_type="text/html", charset="utf-8", headers=self._headers
+            body=self._page,
+            content_type="text/html",
+            charset="utf-8",
+            headers=self._headers,
         )
 
     def document(
-        self, now: float, health: Health, model: ServedModel | None, metrics: HttpMetrics
+        self,
+        now: float,
+        health: Health,
+        model: ServedModel | None,
+        metrics: HttpMetrics,
     ) -> bytes:
         """Return the body of `/status.json`."""
         # Those that are avoided come first, then those with the most handoffs.
         pairs = sorted(
             health.transfers,
-            key=lambda one: (not one.reason, -one.num_handoffs, one.prefill_node, one.decode_node),
+            key=lambda one: (
+                not one.reason,
+                -one.num_handoffs,
+                one.prefill_node,
+                one.decode_node,
+            ),
         )
         document = StatusDocument(
             now=now,
@@ -197,7 +209,9 @@ class RecentRequests:
         self._ended: deque[_KeptRequest] = deque(maxlen=MAX_REQUESTS)
         self._faults: deque[FaultRecord] = deque(maxlen=MAX_FAULTS)
 
-    def answered(self, running: Running, status: int, request_id: str, took_s: float) -> None:
+    def answered(
+        self, running: Running, status: int, request_id: str, took_s: float
+    ) -> None:
         """Keep an ended request for text. Other HTTP requests are not kept."""
         metrics = [stream.metrics for stream in running.streams[:MAX_PROMPTS]]
         now = self._wall_clock()
@@ -205,7 +219,13 @@ class RecentRequests:
         if metrics:
             self._ended.append(
                 _KeptRequest(
-                    name, now, status, took_s, running.outcome, len(running.streams), metrics
+                    name,
+                    now,
+                    status,
+                    took_s,
+                    running.outcome,
+                    len(running.streams),
+                    metrics,
                 )
             )
         if running.failure is not None:
@@ -222,17 +242,31 @@ class RecentRequests:
         """Return the last faults, the newest first."""
         return list(reversed(self._faults))
 
-    def _failed(self, now: float, failure: Failure, running: Running, name: str) -> None:
+    def _failed(
+        self, now: float, failure: Failure, running: Running, name: str
+    ) -> None:
         if failure.http_status < 422:
             return  # the client's own mistake
         last = self._faults[-1] if self._faults else None
-        attempts = [one for s in running.streams[:MAX_PROMPTS] for one in s.metrics.attempts[-1:]]
-        fault = FaultRecord(now, failure.code, failure.message[:MAX_MESSAGE_CHARS], name)
+        attempts = [
+            one
+            for s in running.streams[:MAX_PROMPTS]
+            for one in s.metrics.attempts[-1:]
+        ]
+        fault = FaultRecord(
+            now, failure.code, failure.message[:MAX_MESSAGE_CHARS], name
+        )
         if attempts:
             nodes = attempts[-1].prefill_node, attempts[-1].decode_node
-            fault = msgspec.structs.replace(fault, prefill_node=nodes[0], decode_node=nodes[1])
-        elif last is not None and (last.code, last.message) == (fault.code, fault.message):
-            self._faults.pop()  # under overload, many refusals must not push out all other faults
+            fault = msgspec.structs.replace(
+                fault, prefill_node=nodes[0], decode_node=nodes[1]
+            )
+        elif last is not None and (last.code, last.message) == (
+            fault.code,
+            fault.message,
+        ):
+            # Under overload, many refusals must not push out all other faults.
+            self._faults.pop()
             fault = msgspec.structs.replace(fault, count=last.count + 1)
         self._faults.append(fault)
 

@@ -82,11 +82,15 @@ class Submission:
             body = await self._bodies.read(request, room, max_bytes)
             parsed, writer = await self._prepare(request, body, endpoint, model)
             del body
-            running.request_id = request_id_of(request) or f"req-{secrets.token_hex(12)}"
+            running.request_id = (
+                request_id_of(request) or f"req-{secrets.token_hex(12)}"
+            )
             received = () if writer.point is None else writer.point.received
             caller = Caller.of(parsed.scope, request[TENANT])
             num_logprobs = 0
-            for index, prompt in enumerate(parsed.packed_prompts if parsed.needs_nodes else ()):
+            for index, prompt in enumerate(
+                parsed.packed_prompts if parsed.needs_nodes else ()
+            ):
                 if index:  # a long list of prompts must not delay other requests
                     await asyncio.sleep(0)
                 name = f"{writer.id}-{index}"
@@ -117,7 +121,8 @@ class Submission:
         num_ids = sum(map(num_packed, parsed.packed_prompts)) * parsed.params.n
         if parsed.token_ids and num_ids > MAX_SHOWN_IDS:
             text = (
-                f"prompt times n has more than {MAX_SHOWN_IDS} tokens: leave out return_token_ids"
+                f"prompt times n has more than {MAX_SHOWN_IDS} tokens: "
+                "leave out return_token_ids"
             )
             raise RequestError(text, param="return_token_ids")
         point = resume_point(request, parsed)
@@ -144,7 +149,9 @@ class Submission:
 def request_id_of(request: web.Request) -> str:
     """Return the client's id of its request if it is safe in a header and a log, else ""."""
     given = request.headers.get("X-Request-Id", "")
-    is_fit = given.isascii() and given.isprintable() and len(given) <= MAX_REQUEST_ID_CHARS
+    is_fit = (
+        given.isascii() and given.isprintable() and len(given) <= MAX_REQUEST_ID_CHARS
+    )
     return given if is_fit else ""
 
 

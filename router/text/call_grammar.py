@@ -9,7 +9,15 @@ from baton.router.text.formats import CallFormat
 from baton.router.text.grammars import WHITE_SPACE, without_unique_items
 
 # A schema of only these keywords names all of its properties.
-_CLOSED_KEYWORDS = {"type", "properties", "required", "title", "description", "$defs", "$schema"}
+_CLOSED_KEYWORDS = {
+    "type",
+    "properties",
+    "required",
+    "title",
+    "description",
+    "$defs",
+    "$schema",
+}
 
 
 class CallableTool(msgspec.Struct, frozen=True):
@@ -34,14 +42,23 @@ def form_of_calls(rules: CallRules, row: CallFormat) -> StructuredOutputsParams:
 
     Unless a call is required, there may be text before it, or no call.
     """
-    if not rules.is_required and rules.form is None and row.trigger and row.body == "json":
+    if (
+        not rules.is_required
+        and rules.form is None
+        and row.trigger
+        and row.body == "json"
+    ):
         return StructuredOutputsParams(structural_tag=_tags(rules, row))
     opening, closing = row.section if row.body != "harmony" else ("", "")
     if row.is_list:
         opening += "["
         closing = "]" + closing
     more = f" ({_literal(row.between)} call)*" if row.between else " call*"
-    calls = [_literal(opening) if opening else "", "call", _literal(closing) if closing else ""]
+    calls = [
+        _literal(opening) if opening else "",
+        "call",
+        _literal(closing) if closing else "",
+    ]
     if rules.is_parallel:
         calls[1] += more
     other = ""
@@ -91,7 +108,9 @@ def _parameter_lines(number: int, tool: CallableTool, row: CallFormat) -> list[s
         opening = before + key + middle
         texts = _texts_of(schema)
         if row.name == "deepseek_v32":
-            opening = f'{before}{key}" string="{"true" if texts is not None else "false"}">'
+            opening = (
+                f'{before}{key}" string="{"true" if texts is not None else "false"}">'
+            )
         if texts is None:
             value = f"%json {_json_schema(schema)}"
             lines.append(f"{name}: {_literal(opening)} v_{name} {_literal(after)}")
@@ -126,9 +145,15 @@ def _properties(tool: CallableTool) -> list[tuple[str, dict[str, object], bool]]
     if not isinstance(properties, dict):
         return []
     names = set(required) if isinstance(required, list) else set()
-    definitions = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
+    definitions = {
+        key: parameters[key] for key in ("$defs", "definitions") if key in parameters
+    }
     listed = [
-        (key, {**definitions, **schema} if isinstance(schema, dict) else {}, key in names)
+        (
+            key,
+            {**definitions, **schema} if isinstance(schema, dict) else {},
+            key in names,
+        )
         for key, schema in properties.items()
     ]
     return sorted(listed, key=lambda entry: not entry[2])
@@ -137,7 +162,11 @@ def _properties(tool: CallableTool) -> list[tuple[str, dict[str, object], bool]]
 def _texts_of(schema: Mapping[str, object]) -> list[str] | None:
     """Return the texts of which an argument is one; [] for any text; None for other values."""
     values = schema.get("enum")
-    if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
+    if (
+        isinstance(values, list)
+        and values
+        and all(isinstance(value, str) for value in values)
+    ):
         return values
     return [] if schema.get("type") == "string" else None
 
@@ -151,7 +180,9 @@ def _tags(rules: CallRules, row: CallFormat) -> dict[str, object]:
     structures = [
         {
             "begin": opening + row.before + tool.name + row.middle,
-            "schema": tool.parameters if tool.is_strict and tool.parameters else {"type": "object"},
+            "schema": tool.parameters
+            if tool.is_strict and tool.parameters
+            else {"type": "object"},
             "end": row.after + closing,
         }
         for tool in rules.tools

@@ -95,7 +95,9 @@ def call_of(value: object, keys: tuple[str, tuple[str, ...]]) -> ToolCall | None
     if isinstance(function, dict):
         value = function
     name = value.get(name_key) or value.get("name")
-    given: object = next((value[key] for key in arguments_keys if value.get(key) is not None), {})
+    given: object = next(
+        (value[key] for key in arguments_keys if value.get(key) is not None), {}
+    )
     if isinstance(given, str):
         given = json_or_none(given or "{}")
     if not isinstance(name, str) or not name or not isinstance(given, dict):
@@ -114,7 +116,9 @@ def _json_text(value: object) -> str | None:
         return None
 
 
-def typed(value: str, found: re.Match[str], row: CallFormat, schema: Mapping[str, object]) -> str:
+def typed(
+    value: str, found: re.Match[str], row: CallFormat, schema: Mapping[str, object]
+) -> str:
     """Return the value of an argument as JSON, by the schema of its tool."""
     if row.has_line_breaks:
         value = value.removeprefix("\n").removesuffix("\n")
@@ -122,7 +126,9 @@ def typed(value: str, found: re.Match[str], row: CallFormat, schema: Mapping[str
     if is_text == "true" or (is_text is None and _takes_text(schema, found["key"])):
         return json.dumps(value, ensure_ascii=False)
     stripped = value.strip()
-    parsed = {"True": True, "False": False, "None": None}.get(stripped, json_or_none(stripped))
+    parsed = {"True": True, "False": False, "None": None}.get(
+        stripped, json_or_none(stripped)
+    )
     text = _json_text(parsed)
     if text is None or (parsed is None and stripped not in ("null", "None")):
         return json.dumps(value, ensure_ascii=False)
@@ -205,6 +211,10 @@ def _python_value(node: ast.expr) -> object:
         return [_python_value(element) for element in node.elts]
     if isinstance(node, ast.Dict):
         pairs = zip(node.keys, node.values, strict=True)
-        return {_python_value(key): _python_value(value) for key, value in pairs if key is not None}
+        return {
+            _python_value(key): _python_value(value)
+            for key, value in pairs
+            if key is not None
+        }
     value: object = ast.literal_eval(node)
     return value

@@ -63,7 +63,10 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, source: str, special_tokens: Mapping[str, str], tools_source: str | None = None
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        tools_source: str | None = None,
     ) -> None:
         """Compile the templates. Raises `ConfigError` if jinja2 cannot read one."""
         self._special_tokens = dict(special_tokens)
@@ -92,7 +95,9 @@ class ChatTemplate:
             raise ConfigError(f"there is no chat template {file} (model.chat_template)")
         try:
             tokens = named_tokens(folder)
-            templates = {"default": _read(Path(file))} if file else _templates_of(folder)
+            templates = (
+                {"default": _read(Path(file))} if file else _templates_of(folder)
+            )
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             text = f"cannot read the chat template in {folder}: {error}"
             raise ConfigError(text) from error
@@ -120,7 +125,9 @@ class ChatTemplate:
         """Return whether one chat may have a turn of each of these roles, and shows them all."""
         marks = [_MARK.format(index) for index in range(len(roles))]
         turns = zip(roles, marks, strict=True)
-        messages: list[Message] = [{"role": role, "content": mark} for role, mark in turns]
+        messages: list[Message] = [
+            {"role": role, "content": mark} for role, mark in turns
+        ]
         try:
             prompt = self.render(messages, add_generation_prompt=False)
         except RequestError:
@@ -197,7 +204,9 @@ class _Program:
         try:
             self._template: Template = environment.from_string(source)
         except TemplateError as error:
-            raise ConfigError(f"the model's chat template cannot be read: {error}") from error
+            raise ConfigError(
+                f"the model's chat template cannot be read: {error}"
+            ) from error
         self.source = source
         self._special_tokens = special_tokens
         self._knows_developers = "developer" in source
@@ -206,15 +215,23 @@ class _Program:
         self.shown_roles = frozenset(filter(self._shows_role, _ROLES))
         self.shows_tools = self._shows([_user("")], [_PROBE_TOOL])
         self._reads_thinking = ".thinking" in source or "'thinking'" in source
-        self._needs_null_content = self._takes_text_arguments = self._has_short_ids = False
+        self._needs_null_content = self._takes_text_arguments = self._has_short_ids = (
+            False
+        )
         self._find_form_of_calls()
         # Whether the template takes the words of the system at the beginning alone.
         later: Message = {"role": "system", "content": ""}
         takes_later = self._shows([_user(_PROBE), later, _user("")])
-        self._system_is_first = {"system", "user"} <= self.shown_roles and not takes_later
+        self._system_is_first = {
+            "system",
+            "user",
+        } <= self.shown_roles and not takes_later
 
     def prompt(
-        self, messages: Sequence[Message], tools: Tools | None, values: Mapping[str, object]
+        self,
+        messages: Sequence[Message],
+        tools: Tools | None,
+        values: Mapping[str, object],
     ) -> str:
         try:
             return self._template.render(
@@ -251,7 +268,11 @@ class _Program:
             message = self._with_calls(message)
         if self._has_short_ids and message.get("tool_call_id"):
             message = {**message, "tool_call_id": _short_id(message["tool_call_id"])}
-        if message.get("reasoning") and not message.get("content") and self._reads_thinking:
+        if (
+            message.get("reasoning")
+            and not message.get("content")
+            and self._reads_thinking
+        ):
             message = {**message, "thinking": message["reasoning"]}
         return message
 
@@ -287,9 +308,13 @@ class _Program:
         self._needs_null_content = content is None
         self._takes_text_arguments = isinstance(arguments, str)
         is_taken = prompts[best] is not None
-        self._has_short_ids = is_taken and self._prompt_of_call(*forms[best], _LONG_ID) is None
+        self._has_short_ids = (
+            is_taken and self._prompt_of_call(*forms[best], _LONG_ID) is None
+        )
 
-    def _prompt_of_call(self, content: str | None, arguments: object, call_id: str) -> str | None:
+    def _prompt_of_call(
+        self, content: str | None, arguments: object, call_id: str
+    ) -> str | None:
         """Return a prompt with the call of an earlier turn; None if the template refuses it."""
         function = {"name": _PROBE_CALL, "arguments": arguments}
         call = {"id": call_id, "type": "function", "function": function}
@@ -306,7 +331,9 @@ class _Program:
             return None
 
     def _shows_role(self, role: str) -> bool:
-        content: object = _PROBE if self._takes_text else [{"type": "text", "text": _PROBE}]
+        content: object = (
+            _PROBE if self._takes_text else [{"type": "text", "text": _PROBE}]
+        )
         message: Message = {"role": role, "content": content}
         before = [] if role in ("system", "user") else [_user("")]
         after = [_user("")] if role == "system" else []
@@ -409,7 +436,9 @@ def _with_marked_text(message: Message, mark: str) -> Message:
         return {**message, "content": content + mark}
     assert isinstance(content, list)
     parts = [
-        {**part, "text": part["text"] + mark} if isinstance(part.get("text"), str) else part
+        {**part, "text": part["text"] + mark}
+        if isinstance(part.get("text"), str)
+        else part
         for part in content
     ]
     return {**message, "content": parts}
@@ -422,7 +451,10 @@ def _with_mark_at_end(message: Message, mark: str) -> Message:
         return {**message, "content": content + mark}
     assert isinstance(content, list)
     *parts, last = content
-    return {**message, "content": [*parts, {**last, "text": f"{last.get('text', '')}{mark}"}]}
+    return {
+        **message,
+        "content": [*parts, {**last, "text": f"{last.get('text', '')}{mark}"}],
+    }
 
 
 def _with_marked_calls(message: Message, mark: str) -> Message:
@@ -476,7 +508,9 @@ def _templates_of(folder: Path) -> dict[str, str]:
         templates["default"] = _read(alone)
     more = folder / _ADDITIONAL
     if more.is_dir():
-        templates |= {named.stem: _read(named) for named in sorted(more.glob("*.jinja"))}
+        templates |= {
+            named.stem: _read(named) for named in sorted(more.glob("*.jinja"))
+        }
     return templates
 
 

@@ -30,7 +30,9 @@ class Detokenizer:
 
     __slots__ = ("_index", "_is_stopped", "_num_tokens", "_params", "_stops", "_stream")
 
-    def __init__(self, index: int, stream: "TextStream", params: SamplingParams) -> None:
+    def __init__(
+        self, index: int, stream: "TextStream", params: SamplingParams
+    ) -> None:
         self._index = index
         self._stream = stream
         self._params = params
@@ -57,19 +59,27 @@ class Detokenizer:
         is counted and reported, but has no text unless the request asks to include stops.
         """
         if final is None and self._stops is None and len(token_ids) == 1:
-            return CompletionOutput(self._index, self._stream.feed(token_ids[0]), token_ids)
+            return CompletionOutput(
+                self._index, self._stream.feed(token_ids[0]), token_ids
+            )
         if self._is_stopped:
             return None
         num_visible = len(token_ids)
-        stop_reason: StopReason = "repetition_detected" if final == "repetition" else None
+        stop_reason: StopReason = (
+            "repetition_detected" if final == "repetition" else None
+        )
         if final == "stop" and token_ids:
             if token_ids[-1] in (self._params.stop_token_ids or ()):
                 stop_reason = token_ids[-1]
             if not self._params.include_stop_str_in_output:
                 num_visible -= 1
         if self._stops is not None:
-            return self._find_stop(self._stops, token_ids, num_visible, final, stop_reason)
-        text = "".join([self._stream.feed(token_id) for token_id in token_ids[:num_visible]])
+            return self._find_stop(
+                self._stops, token_ids, num_visible, final, stop_reason
+            )
+        text = "".join(
+            [self._stream.feed(token_id) for token_id in token_ids[:num_visible]]
+        )
         if final is not None:
             text += self._stream.flush()
         return CompletionOutput(self._index, text, token_ids, None, final, stop_reason)
@@ -99,7 +109,9 @@ class Detokenizer:
             self._is_stopped = True
             final = "stop"
             stop_reason = stops.matched
-        return CompletionOutput(self._index, "".join(shown), token_ids, None, final, stop_reason)
+        return CompletionOutput(
+            self._index, "".join(shown), token_ids, None, final, stop_reason
+        )
 
     def _show(self, stops: "StopStrings", text: str) -> str:
         return stops.push(
@@ -186,7 +198,9 @@ class TokenTable(msgspec.Struct, frozen=True):
             visible if isinstance(visible, bytes) else visible.encode(),
         )
 
-    def stream(self, prompt_token_ids: Sequence[int], skip_special: bool) -> "TableStream":
+    def stream(
+        self, prompt_token_ids: Sequence[int], skip_special: bool
+    ) -> "TableStream":
         return TableStream(self, prompt_token_ids, skip_special)
 
 
@@ -204,7 +218,9 @@ class TableStream:
         self._pending = self._open_character(prompt_token_ids)
         # A character that the prompt began is part of the output only if the output completes it.
         self._borrowed = bool(self._pending)
-        if self._strip and any(self._text_of(token_id) for token_id in prompt_token_ids):
+        if self._strip and any(
+            self._text_of(token_id) for token_id in prompt_token_ids
+        ):
             self._strip = 0
         self._plain = not (self._pending or self._strip)
 
@@ -215,7 +231,9 @@ class TableStream:
             return ""
         if self._plain and type(text) is str:
             return text
-        return self._join(text if isinstance(text, bytes) else text.encode(), final=False)
+        return self._join(
+            text if isinstance(text, bytes) else text.encode(), final=False
+        )
 
     def flush(self) -> str:
         return self._join(b"", final=True)
@@ -264,7 +282,9 @@ class WindowDecoding(msgspec.Struct, frozen=True):
             return text, byte or visible.encode()
         return text, visible.encode()
 
-    def stream(self, prompt_token_ids: Sequence[int], skip_special: bool) -> "TextStream":
+    def stream(
+        self, prompt_token_ids: Sequence[int], skip_special: bool
+    ) -> "TextStream":
         if self.has_whole_characters:
             return LibraryStream(self, prompt_token_ids, skip_special)
         return WindowStream(self, prompt_token_ids, skip_special)
@@ -276,7 +296,10 @@ class LibraryStream:
     __slots__ = ("_stream", "_tokenizer", "spell")
 
     def __init__(
-        self, decoding: WindowDecoding, prompt_token_ids: Sequence[int], skip_special: bool
+        self,
+        decoding: WindowDecoding,
+        prompt_token_ids: Sequence[int],
+        skip_special: bool,
     ) -> None:
         self.spell = partial(decoding.spell, skip_special)
         self._tokenizer = decoding.tokenizer
@@ -293,10 +316,20 @@ class LibraryStream:
 class WindowStream:
     """Decodes a window of tokens with and without the new ones. The difference is new text."""
 
-    __slots__ = ("_num_shown", "_shown", "_skip_special", "_tokenizer", "_window", "spell")
+    __slots__ = (
+        "_num_shown",
+        "_shown",
+        "_skip_special",
+        "_tokenizer",
+        "_window",
+        "spell",
+    )
 
     def __init__(
-        self, decoding: WindowDecoding, prompt_token_ids: Sequence[int], skip_special: bool
+        self,
+        decoding: WindowDecoding,
+        prompt_token_ids: Sequence[int],
+        skip_special: bool,
     ) -> None:
         self.spell = partial(decoding.spell, skip_special)
         self._tokenizer = decoding.tokenizer
@@ -322,7 +355,8 @@ class WindowStream:
             # The new tokens become the context of the next ones.
             del self._window[: self._num_shown]
             self._shown = self._decode()
-        elif self._shown:  # tokens without text, mostly special ones, must not push out context
+        # Tokens without text, mostly special ones, must not push out context.
+        elif self._shown:
             del self._window[self._num_shown :]
         # Before the first text they are the context, because a leading space may have no text.
         else:
@@ -331,7 +365,9 @@ class WindowStream:
         return new_text
 
     def _decode(self) -> str:
-        return self._tokenizer.decode(self._window, skip_special_tokens=self._skip_special)
+        return self._tokenizer.decode(
+            self._window, skip_special_tokens=self._skip_special
+        )
 
 
 Decoding = TokenTable | WindowDecoding
@@ -354,18 +390,26 @@ def decoding_of(tokenizer: Tokenizer) -> Decoding:
             match rest:
                 case []:
                     return _table(tokenizer, _sentencepiece_bytes, strip_first=0)
-                case [{"type": "Strip", "content": " ", "start": int(start), "stop": 0}]:
+                case [
+                    {"type": "Strip", "content": " ", "start": int(start), "stop": 0}
+                ]:
                     return _table(tokenizer, _sentencepiece_bytes, strip_first=start)
-    return WindowDecoding(tokenizer, _has_whole_characters(tokenizer, state.get("type")))
+    return WindowDecoding(
+        tokenizer, _has_whole_characters(tokenizer, state.get("type"))
+    )
 
 
 def _has_whole_characters(tokenizer: Tokenizer, kind: str | None) -> bool:
     """Return whether no token of this kind of decoder looks like a part of a character."""
     tokens = tokenizer.get_vocab(with_added_tokens=True)
-    return kind in ("Metaspace", "WordPiece") and not any(REPLACEMENT in token for token in tokens)
+    return kind in ("Metaspace", "WordPiece") and not any(
+        REPLACEMENT in token for token in tokens
+    )
 
 
-def _table(tokenizer: Tokenizer, to_bytes: Callable[[str], bytes], strip_first: int) -> TokenTable:
+def _table(
+    tokenizer: Tokenizer, to_bytes: Callable[[str], bytes], strip_first: int
+) -> TokenTable:
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     texts: list[str | bytes] = [""] * (max(vocabulary.values(), default=-1) + 1)
     for token, token_id in vocabulary.items():

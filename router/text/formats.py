@@ -40,7 +40,8 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
     arguments_keys: tuple[str, ...] = ("arguments", "parameters")
     # Of `named_json` and `parameters`: what is before the arguments, with the name as a group.
     header: str = ""
-    footer: str = ""  # of `named_json`: after the arguments; of `parameters`: after the last one
+    # Of `named_json`: after the arguments; of `parameters`: after the last one.
+    footer: str = ""
     # Of `parameters`: one argument, with its name as a group; "is_text" may be another.
     parameter: str = ""
     parameter_end: str = ""
@@ -314,7 +315,9 @@ REASONING_FORMATS = (
     ),
     ReasoningFormat(name="mistral", begin="[THINK]", end="[/THINK]"),
     ReasoningFormat(name="seed_oss", begin="<seed:think>", end="</seed:think>"),
-    ReasoningFormat(name="cohere_command", begin="<|START_THINKING|>", end="<|END_THINKING|>"),
+    ReasoningFormat(
+        name="cohere_command", begin="<|START_THINKING|>", end="<|END_THINKING|>"
+    ),
     # Channels, which the parser of their calls reads.
     ReasoningFormat(
         name="openai_gptoss",

@@ -37,11 +37,18 @@ _ASCII = {
     r"\W": "[^0-9A-Za-z_]",
 }
 # Keywords of JSON schemas whose values are schemas by name, and those whose values are no schemas.
-_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_SCHEMAS_BY_NAME = (
+    "properties",
+    "patternProperties",
+    "$defs",
+    "definitions",
+    "dependentSchemas",
+)
 _VALUES = ("enum", "const", "default", "examples")
 # Where llguidance finds a JSON schema wrong.
 _POSITION = re.compile(
-    r"at (?P<line>\d+)\(\d+\): failed to compile JSON schema: (?P<problem>.*)", re.DOTALL
+    r"at (?P<line>\d+)\(\d+\): failed to compile JSON schema: (?P<problem>.*)",
+    re.DOTALL,
 )
 # The beginnings of the rules of the tool with this number, in grammars of calls.
 _RULE_OF_TOOL = re.compile(r"(args|v_p|tag)_(?P<number>\d+)")
@@ -70,9 +77,12 @@ class Forms:
         # hostile form has its answer within 2 s wherever half a core is left for its check.
         self._quick = Lane(2, cpu_s=0.1, memory_mib=128, wall_s=10.0)
         self._long = Lane(2, cpu_s=0.6, memory_mib=256, wall_s=10.0)
-        self._grammars: dict[Form, str] = {}  # agents send the same schema again and again
+        # Agents send the same schema again and again.
+        self._grammars: dict[Form, str] = {}
 
-    async def grammar_of(self, wanted: StructuredOutputsParams, client: str = "") -> str:
+    async def grammar_of(
+        self, wanted: StructuredOutputsParams, client: str = ""
+    ) -> str:
         """Return the grammar of a form, in whose check the clients take turns.
 
         Raises a `RequestError` for a value that is none, an unsupported keyword of a schema, and a
@@ -101,8 +111,12 @@ class Forms:
 
     def _make_room(self, num_bytes: int) -> None:
         """Drop the oldest grammars, as long as there are too many or they are too large."""
-        num_bytes += sum(len(form.text) + len(text) for form, text in self._grammars.items())
-        while self._grammars and (len(self._grammars) >= MAX_KEPT or num_bytes > MAX_KEPT_BYTES):
+        num_bytes += sum(
+            len(form.text) + len(text) for form, text in self._grammars.items()
+        )
+        while self._grammars and (
+            len(self._grammars) >= MAX_KEPT or num_bytes > MAX_KEPT_BYTES
+        ):
             oldest = next(iter(self._grammars))
             num_bytes -= len(oldest.text) + len(self._grammars.pop(oldest))
 
@@ -123,7 +137,12 @@ def problem_of_tokenizer(tokenizer_json: bytes) -> str:
         model["vocab"] = {vocabulary.unk_token or "a": 0}
     if "merges" in model:
         model["merges"] = []
-    small: dict[str, object] = {**parts, "model": model, "added_tokens": [], "post_processor": None}
+    small: dict[str, object] = {
+        **parts,
+        "model": model,
+        "added_tokens": [],
+        "post_processor": None,
+    }
     try:
         LLTokenizer(msgspec.json.encode(small).decode(), eos_token=0)
     except ValueError as error:
@@ -190,7 +209,9 @@ class _Grammars(msgspec.Struct):
 
 def _wrong(kind: str, problem: str) -> RequestError:
     what = clip(problem.partition("\n")[0])
-    return RequestError(f"structured_outputs.{kind}: {what}", param="structured_outputs")
+    return RequestError(
+        f"structured_outputs.{kind}: {what}", param="structured_outputs"
+    )
 
 
 def _wrong_line(kind: str, problem: str, grammar: str) -> RequestError:
@@ -215,7 +236,9 @@ def _json_grammar(text: str) -> str:
     if '"uniqueItems"' in text:
         schema = without_unique_items(schema)
         text = msgspec.json.encode(schema).decode()
-    return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITE_SPACE})
+    return LLMatcher.grammar_from_json_schema(
+        text, overrides={"whitespace_pattern": WHITE_SPACE}
+    )
 
 
 def without_unique_items(schema: dict[str, object]) -> dict[str, object]:
@@ -255,7 +278,9 @@ def _regex_grammar(text: str) -> str:
 
 
 def _choice_grammar(text: str) -> str:
-    choices = msgspec.json.decode(text, type=list[Annotated[str, msgspec.Meta(min_length=1)]])
+    choices = msgspec.json.decode(
+        text, type=list[Annotated[str, msgspec.Meta(min_length=1)]]
+    )
     if not choices:
         raise ValueError("it names no choice")
     return LLMatcher.grammar_from_regex("|".join(map(re.escape, choices)))
@@ -278,14 +303,18 @@ def _structural_tag(text: str) -> str:
     form = msgspec.json.decode(text, type=_StructuralTag)
     tags = []
     for one in form.structures:
-        trigger = next((trigger for trigger in form.triggers if one.begin.startswith(trigger)), "")
+        trigger = next(
+            (trigger for trigger in form.triggers if one.begin.startswith(trigger)), ""
+        )
         if not trigger:
             raise ValueError(f"no trigger begins {one.begin!r}")
         schema = {
             **without_unique_items(one.schema),
             "x-guidance": {"whitespace_pattern": WHITE_SPACE},
         }
-        tags.append(StructTag(trigger=trigger, begin=one.begin, grammar=schema, end=one.end))
+        tags.append(
+            StructTag(trigger=trigger, begin=one.begin, grammar=schema, end=one.end)
+        )
     return StructTag.to_grammar(tags, assume_special=False)
 
 

@@ -22,7 +22,9 @@ _JUDGE = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct "
     'provided. Note that the answer can only be "yes" or "no".'
 )
-_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+_INSTRUCTION = (
+    "Given a web search query, retrieve relevant passages that answer the query"
+)
 # A shortened document may have more tokens than were left of it, so it is shortened again.
 _MAX_CUTS = 8
 
@@ -57,7 +59,8 @@ class PromptOptions(msgspec.Struct, frozen=True):
     """How texts become token ids."""
 
     max_tokens: int  # the most that a text or pair may have
-    cut_to: int | None = None  # how many tokens are left of longer ones; None refuses these
+    # How many tokens are left of longer ones; None refuses these.
+    cut_to: int | None = None
     add_special_tokens: bool = True
     prompt_name: str | None = None
     instruction: str | None = None  # replaces the folder's own in pairs
@@ -67,11 +70,15 @@ class PromptOptions(msgspec.Struct, frozen=True):
 class PooledTexts:
     """Makes the prompts of one model. Any thread may call it; all calls raise `RequestError`."""
 
-    def __init__(self, text: Text, template: ChatTemplate | None, prompts: Prompts) -> None:
+    def __init__(
+        self, text: Text, template: ChatTemplate | None, prompts: Prompts
+    ) -> None:
         self._text = text
         self._template = template
         self._prompts = prompts
-        self._shows_pairs = template is not None and template.shows_roles("query", "document")
+        self._shows_pairs = template is not None and template.shows_roles(
+            "query", "document"
+        )
 
     def of_input(self, content: str | list[int], options: PromptOptions) -> list[int]:
         """Return a text behind its prompt. Token ids are a prompt already."""
@@ -81,7 +88,9 @@ class PooledTexts:
             return content[: options.cut_to]
         content = self._prompts.named(options.prompt_name) + content
         if options.cut_to is not None:
-            return self._text.encode_cut(content, options.cut_to, options.add_special_tokens)
+            return self._text.encode_cut(
+                content, options.cut_to, options.add_special_tokens
+            )
         return self._encoded([content], options.max_tokens, options.add_special_tokens)
 
     def of_pair(
@@ -95,7 +104,9 @@ class PooledTexts:
             document = self._begin_of(document, options.max_document_tokens)
         most = options.max_tokens if options.cut_to is None else options.cut_to
         for _ in range(_MAX_CUTS):
-            texts, has_special_tokens = self._filled(query, document, options, asks=asks)
+            texts, has_special_tokens = self._filled(
+                query, document, options, asks=asks
+            )
             if options.cut_to is None:
                 return self._encoded(texts, most, not has_special_tokens)
             token_ids = self._text.encode_texts(texts, not has_special_tokens)
@@ -136,7 +147,9 @@ class PooledTexts:
         ]
         return [self._template.render(chat, options={"enable_thinking": False})], True
 
-    def _encoded(self, texts: Sequence[str], most: int, add_special_tokens: bool) -> list[int]:
+    def _encoded(
+        self, texts: Sequence[str], most: int, add_special_tokens: bool
+    ) -> list[int]:
         try:
             token_ids = self._text.encode_texts(texts, add_special_tokens, most)
         except RequestError as error:
@@ -148,13 +161,17 @@ class PooledTexts:
         return token_ids
 
     def _begin_of(self, document: str, num_tokens: int) -> str:
-        token_ids = self._text.encode_cut(document, num_tokens, add_special_tokens=False)
+        token_ids = self._text.encode_cut(
+            document, num_tokens, add_special_tokens=False
+        )
         begin = self._text.decode(token_ids, skip_special_tokens=False)
         # A cut within a character shows another one, which may have more tokens.
         return begin if document.startswith(begin) else begin.rstrip("\ufffd")
 
 
-def embedding_of(numbers: bytes, dimensions: int | None, *, normalizes: bool) -> list[float]:
+def embedding_of(
+    numbers: bytes, dimensions: int | None, *, normalizes: bool
+) -> list[float]:
     """Return a pooled row, or its first `dimensions`, with the length 1 if it `normalizes`.
 
     Raises `RequestError` if the row is shorter.
@@ -172,7 +189,9 @@ def embedding_of(numbers: bytes, dimensions: int | None, *, normalizes: bool) ->
 
 def cosine_of(numbers: bytes, others: bytes) -> float:
     """Return the cosine of the angle between two pooled rows."""
-    first, second = (embedding_of(one, None, normalizes=True) for one in (numbers, others))
+    first, second = (
+        embedding_of(one, None, normalizes=True) for one in (numbers, others)
+    )
     return math.fsum(map(operator.mul, first, second))
 
 

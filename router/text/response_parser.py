@@ -24,7 +24,12 @@ from baton.router.text.call_values import (
     typed,
     with_escapes,
 )
-from baton.router.text.detokenizer import Detokenizer, StopStrings, TextStream, num_begun
+from baton.router.text.detokenizer import (
+    Detokenizer,
+    StopStrings,
+    TextStream,
+    num_begun,
+)
 from baton.router.text.formats import (
     MAX_TOOL_NAME,
     TOOL_NAME_CHARS,
@@ -47,7 +52,9 @@ _CHANNEL = re.compile(
 _RECIPIENT = re.compile(rf"to=(?:functions\.)?([{TOOL_NAME_CHARS}]+)")
 _CHANNEL_STARTS = ("<|start|>", "<|channel|>")
 _CHANNEL_ENDS = re.compile(r"<\|(?:end|return|call|start)\|>")
-_PYTHON_CALLS = re.compile(rf"\s*\[\s*(?P<name>[^\W\d][\w.]{{0,{MAX_TOOL_NAME - 1}}})\s*\(")
+_PYTHON_CALLS = re.compile(
+    rf"\s*\[\s*(?P<name>[^\W\d][\w.]{{0,{MAX_TOOL_NAME - 1}}})\s*\("
+)
 
 
 class Parsing(msgspec.Struct, frozen=True):
@@ -99,7 +106,9 @@ class ResponseParser:
         self._parsing = parsing
         self._format = call_format(parsing.tools) if parsing.tools else None
         self._header = re.compile(self._format.header) if self._format else None
-        self._reasoning = reasoning_format(parsing.reasoning) if parsing.reasoning else None
+        self._reasoning = (
+            reasoning_format(parsing.reasoning) if parsing.reasoning else None
+        )
         self._held = ""
         self._may_open = self._reasoning is not None  # a tag may open the response
         self._is_thinking = self.has_thought = self._may_open and is_thinking
@@ -114,7 +123,9 @@ class ResponseParser:
         """Return whether the text so far is reasoning, or may turn out to begin it."""
         return self._is_thinking or self._may_open
 
-    def push(self, text: str, *, is_end: bool = False, is_cut: bool = False) -> list[Part]:
+    def push(
+        self, text: str, *, is_end: bool = False, is_cut: bool = False
+    ) -> list[Part]:
         """Return the parts that `text` completes. Text that may become a tag is held back.
 
         `is_cut` says that the end is a limit, so what has begun is no content.
@@ -151,7 +162,9 @@ class ResponseParser:
         if self._format is not None and self._format.body == "harmony":
             yield from self._channels()
             return
-        if self._reasoning is not None and self._reasoning.begin.startswith("<|channel|>"):
+        if self._reasoning is not None and self._reasoning.begin.startswith(
+            "<|channel|>"
+        ):
             yield from self._channels()
             return
         yield from self._reasoned()
@@ -245,7 +258,11 @@ class ResponseParser:
             position += len(tag)
             if tag and tag == row.section[1]:
                 break
-            if not tag and row.is_list and self._held[position : position + 1] in ("[", "]"):
+            if (
+                not tag
+                and row.is_list
+                and self._held[position : position + 1] in ("[", "]")
+            ):
                 position += 1
                 continue
             if tag == row.section[0]:
@@ -405,7 +422,9 @@ class ResponseParser:
                 found = self._match_now(parameter, position)
             if found is None:
                 break
-            value, end = yield from self._until(row.parameter_end, found.end(), row.footer)
+            value, end = yield from self._until(
+                row.parameter_end, found.end(), row.footer
+            )
             if value is None:
                 is_cut = True
                 break
@@ -461,13 +480,17 @@ class ResponseParser:
     def _python_calls(self) -> Iterator[Part | None]:
         """Read a list of Python calls, of which the whole response consists, once it is whole."""
         position = yield from self._skip(_WHITE, 0)
-        tag = yield from self._starts_with(position, ["<|python_start|>", "<|python_tag|>"])
+        tag = yield from self._starts_with(
+            position, ["<|python_start|>", "<|python_tag|>"]
+        )
         if tag:
             position += len(tag)
         match = self._match_now(_PYTHON_CALLS, position)
         while match is None:
             rest = self._held[position:].lstrip()
-            is_begun = not rest or (rest.startswith("[") and len(rest) < _MAX_HEADER_CHARS)
+            is_begun = not rest or (
+                rest.startswith("[") and len(rest) < _MAX_HEADER_CHARS
+            )
             if self._is_end or not is_begun:
                 return
             yield None
@@ -500,7 +523,11 @@ class ResponseParser:
                 yield from self._content_and_calls("")
         while True:
             match = self._match_now(_CHANNEL, 0)
-            while match is None and not self._is_end and len(self._held) < 2 * _MAX_HEADER_CHARS:
+            while (
+                match is None
+                and not self._is_end
+                and len(self._held) < 2 * _MAX_HEADER_CHARS
+            ):
                 yield None
                 match = self._match_now(_CHANNEL, 0)
             if match is None:
@@ -555,11 +582,15 @@ class ResponseParser:
         if row is None or row.trigger:
             return self._held.startswith("{", position) or position >= len(self._held)
         begun = "".join(self._held[position : position + _MAX_BARE_START].split())
-        return any(start.startswith(begun) or begun.startswith(start) for start in _BARE_STARTS)
+        return any(
+            start.startswith(begun) or begun.startswith(start) for start in _BARE_STARTS
+        )
 
     # --- pieces of text ------------------------------------------------------------------------
 
-    def _skip(self, pattern: re.Pattern[str], position: int) -> Generator[None, None, int]:
+    def _skip(
+        self, pattern: re.Pattern[str], position: int
+    ) -> Generator[None, None, int]:
         """Return the position after what the pattern matches, once something else follows."""
         while True:
             match = pattern.match(self._held, position)
@@ -593,7 +624,9 @@ class ResponseParser:
             yield None
         return match
 
-    def _match_now(self, pattern: re.Pattern[str], position: int) -> re.Match[str] | None:
+    def _match_now(
+        self, pattern: re.Pattern[str], position: int
+    ) -> re.Match[str] | None:
         return pattern.match(self._held, position)
 
     def _until(
@@ -666,7 +699,10 @@ def _without_cut_tag(text: str, tag: str) -> str:
 
 def _num_begun_end(text: str) -> int:
     """Return how many characters at the end may begin the end of a message."""
-    return max(num_begun(text, tag) for tag in ("<|end|>", "<|return|>", "<|call|>", "<|start|>"))
+    return max(
+        num_begun(text, tag)
+        for tag in ("<|end|>", "<|return|>", "<|call|>", "<|start|>")
+    )
 
 
 class ParsingDetokenizer(Detokenizer):
@@ -675,7 +711,13 @@ class ParsingDetokenizer(Detokenizer):
     Stop strings act in the text alone, not in reasoning, calls or their tags.
     """
 
-    __slots__ = ("_end_think_id", "_includes_reasoning", "_num_begun", "_parser", "_text_stops")
+    __slots__ = (
+        "_end_think_id",
+        "_includes_reasoning",
+        "_num_begun",
+        "_parser",
+        "_text_stops",
+    )
 
     def __init__(
         self,
@@ -705,7 +747,9 @@ class ParsingDetokenizer(Detokenizer):
             if len(token_ids) > 1:
                 return self._push_each(token_ids, final)
         delta = super().push(token_ids, final)
-        assert delta is not None, "the texts of tokens have no stop strings of their own"
+        assert delta is not None, (
+            "the texts of tokens have no stop strings of their own"
+        )
         parser = self._parser
         may_think = parser.may_think
         parts = parser.push(
@@ -715,7 +759,8 @@ class ParsingDetokenizer(Detokenizer):
             counted = delta.token_ids
             end_id = self._end_think_id
             if not parser.may_think and end_id in counted and end_id is not None:
-                counted = counted[: counted.index(end_id) + 1]  # few models spell it with several
+                # Few models spell it with several.
+                counted = counted[: counted.index(end_id) + 1]
             self._num_begun += len(counted)
         if stops is not None:
             parts = self._up_to_stop(stops, delta, parts)
@@ -723,13 +768,19 @@ class ParsingDetokenizer(Detokenizer):
             return delta
         delta.text = "".join([part for part in parts if isinstance(part, str)])
         if self._includes_reasoning:
-            delta.reasoning = "".join([part.text for part in parts if isinstance(part, Reasoning)])
-        delta.tool_calls = merged_calls([part for part in parts if isinstance(part, ToolCall)])
+            delta.reasoning = "".join(
+                [part.text for part in parts if isinstance(part, Reasoning)]
+            )
+        delta.tool_calls = merged_calls(
+            [part for part in parts if isinstance(part, ToolCall)]
+        )
         if parser.num_calls and delta.finish_reason == "stop":
             delta.finish_reason = "tool_calls"
         return delta
 
-    def _push_each(self, token_ids: list[int], final: FinishReason | None) -> CompletionOutput:
+    def _push_each(
+        self, token_ids: list[int], final: FinishReason | None
+    ) -> CompletionOutput:
         """Push tokens one by one, because those after a stop string do not count."""
         merged = Merged()
         last = len(token_ids) - 1

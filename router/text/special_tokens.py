@@ -95,13 +95,20 @@ def check_tokens(folder: Path) -> None:
             wanted.update(_read(folder / "added_tokens.json", dict[str, int]))
             changed = set()
         else:
-            changed = set(config.added_tokens_decoder.values()) - set(known.added_tokens)
+            changed = set(config.added_tokens_decoder.values()) - set(
+                known.added_tokens
+            )
     except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"cannot read the tokens that {folder} names: {error}") from error
+        raise ConfigError(
+            f"cannot read the tokens that {folder} names: {error}"
+        ) from error
     wanted -= {token.content for token in known.added_tokens}
     texts = sorted(wanted | {token.content for token in changed})
     if texts:
-        _refuse(folder, f"its added_tokens lack what other files say of {', '.join(texts[:3])}")
+        _refuse(
+            folder,
+            f"its added_tokens lack what other files say of {', '.join(texts[:3])}",
+        )
     if config.split_special_tokens:
         raise ConfigError(
             f"{folder / 'tokenizer_config.json'}: split_special_tokens is not supported: special "
@@ -110,7 +117,10 @@ def check_tokens(folder: Path) -> None:
     is_plain = (config.tokenizer_class or _PLAIN_CLASSES[0]).startswith(_PLAIN_CLASSES)
     if config.add_prefix_space is not None and not is_plain:
         for part in _parts(known.pre_tokenizer):
-            if part.type == "ByteLevel" and part.add_prefix_space is not config.add_prefix_space:
+            if (
+                part.type == "ByteLevel"
+                and part.add_prefix_space is not config.add_prefix_space
+            ):
                 _refuse(folder, "tokenizer_config.json has another add_prefix_space")
 
 
@@ -123,7 +133,9 @@ def missing_tokenizer(folder: Path) -> ConfigError:
         )
     else:
         advice = "fetch it, or have transformers write one with save_pretrained"
-    return ConfigError(f"model {folder} has no tokenizer.json, which baton needs: {advice}")
+    return ConfigError(
+        f"model {folder} has no tokenizer.json, which baton needs: {advice}"
+    )
 
 
 def _refuse(folder: Path, reason: str) -> None:
@@ -150,7 +162,9 @@ def _sources(folder: Path) -> list[_Names]:
 
 def _read(file: Path, kind: type[T]) -> T:
     try:
-        return msgspec.json.decode(file.read_bytes() if file.is_file() else b"{}", type=kind)
+        return msgspec.json.decode(
+            file.read_bytes() if file.is_file() else b"{}", type=kind
+        )
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise msgspec.DecodeError(f"{file.name}: {error}") from error
 

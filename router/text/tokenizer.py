@@ -48,10 +48,16 @@ class Text:
         self.problem_of_forms = problem_of_forms
         self._tokenizer = tokenizer
         self._decoding = decoding
-        self._short_lane = ThreadPoolExecutor(_THREADS_PER_LANE, thread_name_prefix="encode-short")
-        self._long_lane = ThreadPoolExecutor(_THREADS_PER_LANE, thread_name_prefix="encode-long")
+        self._short_lane = ThreadPoolExecutor(
+            _THREADS_PER_LANE, thread_name_prefix="encode-short"
+        )
+        self._long_lane = ThreadPoolExecutor(
+            _THREADS_PER_LANE, thread_name_prefix="encode-long"
+        )
         # No token has a text of more bytes, because its spelling is at least as long as its text.
-        self.max_token_bytes = max(len(token.encode()) for token in tokenizer.get_vocab())
+        self.max_token_bytes = max(
+            len(token.encode()) for token in tokenizer.get_vocab()
+        )
 
     @classmethod
     def load(cls, model_path: str) -> "Text":
@@ -65,7 +71,9 @@ class Text:
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror}") from error
         except ValueError as error:
-            raise ConfigError(f"{path} is not a tokenizer that baton can use: {error}") from error
+            raise ConfigError(
+                f"{path} is not a tokenizer that baton can use: {error}"
+            ) from error
         check_tokens(path.parent)
         # Some folders were saved with the limits of a training run, which would silently cut
         # prompts.
@@ -74,7 +82,11 @@ class Text:
         return cls(tokenizer, decoding_of(tokenizer), problem_of_tokenizer(data))
 
     async def encode(
-        self, prompt: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
+        self,
+        prompt: str,
+        *,
+        add_special_tokens: bool = True,
+        max_tokens: int | None = None,
     ) -> list[int]:
         """Return the ids of `prompt`, encoded off the event loop unless it is very short.
 
@@ -93,20 +105,28 @@ class Text:
         return await asyncio.get_running_loop().run_in_executor(lane, work)
 
     def encode_now(
-        self, prompt: str, add_special_tokens: bool = True, max_tokens: int | None = None
+        self,
+        prompt: str,
+        add_special_tokens: bool = True,
+        max_tokens: int | None = None,
     ) -> list[int]:
         """Encode on this thread, at a cost that `max_tokens` bounds. Raises `RequestError`."""
         try:
             num_bytes = len(prompt.encode())
         except UnicodeEncodeError as error:
-            text = f"prompt is not Unicode text: {error.reason} at character {error.start}"
+            text = (
+                f"prompt is not Unicode text: {error.reason} at character {error.start}"
+            )
             raise RequestError(text, param="prompt") from error
         if max_tokens is not None and num_bytes > max_tokens * _USUAL_BYTES_PER_TOKEN:
             self._refuse_too_long(prompt, max_tokens)
         return self._encoding(prompt, add_special_tokens).ids
 
     def encode_texts(
-        self, texts: Sequence[str], add_special_tokens: bool, max_tokens: int | None = None
+        self,
+        texts: Sequence[str],
+        add_special_tokens: bool,
+        max_tokens: int | None = None,
     ) -> list[int]:
         """Encode a text, or a pair of texts as the tokenizer joins them, as `encode_now` does."""
         if len(texts) == 1:
@@ -119,7 +139,9 @@ class Text:
         )
         return encoding.ids
 
-    def encode_cut(self, prompt: str, num_tokens: int, add_special_tokens: bool) -> list[int]:
+    def encode_cut(
+        self, prompt: str, num_tokens: int, add_special_tokens: bool
+    ) -> list[int]:
         """Return the first ids of a text, and those that the tokenizer adds, `num_tokens` in all.
 
         Raises `RequestError` as `encode_now` does.
@@ -130,7 +152,9 @@ class Text:
         if len(whole) <= num_tokens:
             return whole
         encoding = self._encoding(prompt, False)
-        encoding.truncate(max(0, num_tokens - self._tokenizer.num_special_tokens_to_add(False)))
+        encoding.truncate(
+            max(0, num_tokens - self._tokenizer.num_special_tokens_to_add(False))
+        )
         return self._tokenizer.post_process(encoding).ids[:num_tokens]
 
     def count(self, prompt: str) -> int:
@@ -154,9 +178,13 @@ class Text:
         )
         return encoding
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    def decode(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> str:
         stream = self._decoding.stream((), skip_special_tokens)
-        return "".join([stream.feed(token_id) for token_id in token_ids]) + stream.flush()
+        return (
+            "".join([stream.feed(token_id) for token_id in token_ids]) + stream.flush()
+        )
 
     def spell(self, skip_special_tokens: bool, token_id: int) -> tuple[str, bytes]:
         """Return the text of one token, and the bytes that it adds to a response.
@@ -185,17 +213,22 @@ class Text:
         end_id = None
         if parsing.reasoning:
             is_thinking = self.opens_reasoning(prompt_token_ids, parsing.reasoning)
-            end_id = self._tokenizer.token_to_id(reasoning_format(parsing.reasoning).end)
+            end_id = self._tokenizer.token_to_id(
+                reasoning_format(parsing.reasoning).end
+            )
         return ParsingDetokenizer(index, stream, params, parsing, is_thinking, end_id)
 
     def opens_reasoning(self, prompt_token_ids: Sequence[int], name: str) -> bool:
         """Return whether a prompt ends with the tag that begins reasoning in this format."""
-        last = self.decode(prompt_token_ids[-_TOKENS_OF_TAG:], skip_special_tokens=False)
+        last = self.decode(
+            prompt_token_ids[-_TOKENS_OF_TAG:], skip_special_tokens=False
+        )
         return last.rstrip().endswith(reasoning_format(name).begin)
 
     def close(self) -> None:
         for lane in (self._short_lane, self._long_lane):
-            lane.shutdown(wait=False)  # the core tells waiting callers that the router has ended
+            # The core tells waiting callers that the router has ended.
+            lane.shutdown(wait=False)
 
 
 def too_long(max_tokens: int) -> RequestError:

@@ -81,7 +81,8 @@ class Dialer(Generic[Out, In]):
     ) -> None:
         """Begin to connect; the listener need not be there yet. Raises `ConfigError`."""
         self._destination = Destination(endpoint, keys, self.clock)
-        self.endpoint = str(self._destination.given)  # with the listener's name, if it has one
+        # With the listener's name, if it has one.
+        self.endpoint = str(self._destination.given)
         self.connected = False  # as the last `receive` found it
         # Handshakes in a row that failed: wrong keys, not a channel, or a listener that ended.
         self.refusals = 0
@@ -156,7 +157,9 @@ class Dialer(Generic[Out, In]):
             elif self.connected and self.clock() >= self._ask_at_s:
                 self._ask()
             elif self.connected or not self._destination.look():
-                next_s = self._ask_at_s if self.connected else self._destination.look_at_s
+                next_s = (
+                    self._ask_at_s if self.connected else self._destination.look_at_s
+                )
                 times = (self._retry_s, next_s)
                 self._wire.clear_signal(
                     min((time for time in times if time is not None), default=None)
@@ -198,10 +201,14 @@ class Dialer(Generic[Out, In]):
         has_sent = self._has_sent
         self._has_sent = False
         if has_sent or self._session.next_out == 0:
-            return  # each message asks the same, and a session begins with the first one
+            # Each message asks the same, and a session begins with the first one.
+            return
         try:
-            self.socket.send(probe_frame(self._session.id, self._session.next_out), zmq.NOBLOCK)
-        except zmq.ZMQError as error:  # there may be no connection, whatever its events said
+            self.socket.send(
+                probe_frame(self._session.id, self._session.next_out), zmq.NOBLOCK
+            )
+        # There may be no connection, whatever its events said.
+        except zmq.ZMQError as error:
             self._lost = _why_unsent(error)
 
     def _changed(self, change: ConnectionChange) -> None:
@@ -273,15 +280,18 @@ class Destination:
         self._clock = clock
         self.given = parse_endpoint(text)
         self._keys = keys
-        if not self.given.is_name:  # the addresses of a name are checked once they are known
+        # The addresses of a name are checked once they are known.
+        if not self.given.is_name:
             keys.check(self.given, "dialling")
-        _ = self.given.dial_endpoint  # raises for an address that only a listener could use
+        # Raises for an address that only a listener could use.
+        _ = self.given.dial_endpoint
         # None until the name is resolved.
         self.address: Endpoint | None = None if self.given.is_name else self.given
         self.tried_s = 0.0  # when the dialer last began to connect
         self._look_at_s = clock()
         self._is_looking = False
-        self._found: list[Endpoint] | None = None  # by the thread that looks; empty: nothing
+        # By the thread that looks; empty: nothing.
+        self._found: list[Endpoint] | None = None
 
     @property
     def look_at_s(self) -> float | None:
@@ -294,11 +304,17 @@ class Destination:
             return False
         if not self._is_looking:
             self._is_looking = True
-            threading.Thread(target=self._look_up, name="name lookup", daemon=True).start()
+            threading.Thread(
+                target=self._look_up, name="name lookup", daemon=True
+            ).start()
         if (found := self._found) is None:
             self._look_at_s = now_s + LOOKUP_POLL_S
             return False
-        self._found, self._is_looking, self._look_at_s = None, False, now_s + LOOK_AGAIN_S
+        self._found, self._is_looking, self._look_at_s = (
+            None,
+            False,
+            now_s + LOOK_AGAIN_S,
+        )
         if not found:
             return False
         wanted = found[0]

@@ -16,7 +16,9 @@ from baton.protocol.errors import ConfigError
 
 # The field sun_path holds 108 bytes, the closing zero included.
 MAX_IPC_PATH_BYTES = 107
-_TCP = re.compile(r"(\[(?P<ipv6>[^]\s]+)\]|(?P<host>[^:\s]+))(:(\*|(?P<port>\d+))?)?", re.ASCII)
+_TCP = re.compile(
+    r"(\[(?P<ipv6>[^]\s]+)\]|(?P<host>[^:\s]+))(:(\*|(?P<port>\d+))?)?", re.ASCII
+)
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -55,7 +57,9 @@ class Endpoint(msgspec.Struct, frozen=True):
     def dial_endpoint(self) -> str:
         """Return the address for a dialer's socket. Raises `ConfigError` if there is none."""
         if not self.path and (self.port == 0 or self.is_wildcard):
-            raise ConfigError(f"cannot dial {self}: the address needs a host and a port")
+            raise ConfigError(
+                f"cannot dial {self}: the address needs a host and a port"
+            )
         return str(self)
 
     def resolved(self) -> list["Endpoint"]:
@@ -89,7 +93,11 @@ class Endpoint(msgspec.Struct, frozen=True):
         return bound.rstrip(b"\0").decode()
 
     def __str__(self) -> str:
-        return f"ipc://{self.path}" if self.path else f"tcp://{bracketed(self.host)}:{self.port}"
+        return (
+            f"ipc://{self.path}"
+            if self.path
+            else f"tcp://{bracketed(self.host)}:{self.port}"
+        )
 
 
 def parse_endpoint(text: str) -> Endpoint:
@@ -107,7 +115,9 @@ def parse_endpoint(text: str) -> Endpoint:
         port = int(found["port"] or 0)
         if port <= 65535:
             return Endpoint(host=found["ipv6"] or found["host"], port=port)
-    raise ConfigError(f"{text!r} is not an address: write tcp://host:port or ipc:///path")
+    raise ConfigError(
+        f"{text!r} is not an address: write tcp://host:port or ipc:///path"
+    )
 
 
 def bracketed(host: str) -> str:

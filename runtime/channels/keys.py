@@ -83,7 +83,9 @@ def write_key(path: Path) -> None:
     try:
         descriptor = os.open(path, flags, 0o600)
     except FileExistsError:
-        raise ConfigError(f"{path} is there already: name another file, or delete it") from None
+        raise ConfigError(
+            f"{path} is there already: name another file, or delete it"
+        ) from None
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
     with open(descriptor, "wb") as file:
@@ -126,7 +128,9 @@ def _parsed(line: bytes, path: str) -> KeyPair:
 
 
 def _damaged(path: str) -> ConfigError:
-    return ConfigError(f"{path} (keys.file) is not a key made by `baton keygen`, or it is damaged")
+    return ConfigError(
+        f"{path} (keys.file) is not a key made by `baton keygen`, or it is damaged"
+    )
 
 
 class Authenticator:
@@ -137,7 +141,9 @@ class Authenticator:
     start or to join.
     """
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", pair: KeyPair) -> None:
+    def __init__(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", pair: KeyPair
+    ) -> None:
         """Let in only the processes that hold this key."""
         self._allowed = z85.decode(pair.public)
         self.socket: zmq.Socket[bytes] = context.socket(zmq.REP)
@@ -155,7 +161,9 @@ class Authenticator:
             [self._allowed],
         )
         verdict = (b"200", b"OK") if is_allowed else (b"400", b"another key")
-        self.socket.send_multipart((ZAP_VERSION, number, *verdict, b"", b""), zmq.NOBLOCK)
+        self.socket.send_multipart(
+            (ZAP_VERSION, number, *verdict, b"", b""), zmq.NOBLOCK
+        )
 
     def close(self) -> None:
         # Unbind at once, so that the context's next listener can bind its own there.

@@ -86,7 +86,8 @@ class Listener(Generic[Out, In]):
         """
         address = parse_endpoint(endpoint)
         keys.check(address, "listening on")
-        self.refusals = 0  # refused handshakes: a wrong key, or a peer that is not a channel
+        # Refused handshakes: a wrong key, or a peer that is not a channel.
+        self.refusals = 0
         self.num_unnamed = 0  # frames under identities that no dialer chose
         self._encode = outgoing.encode
         self._decode = incoming.decode
@@ -148,7 +149,9 @@ class Listener(Generic[Out, In]):
                 continue
             self._num_read = 0
             if not self._check_connections() and not self._wire.readable():
-                self._wire.clear_signal(self._probes_at_s[0] if self._probes_at_s else None)
+                self._wire.clear_signal(
+                    self._probes_at_s[0] if self._probes_at_s else None
+                )
                 return None
         # A flood of frames that are not messages must not keep the caller here.
         self._wire.wake_if_readable(anything_else=True)
@@ -184,7 +187,8 @@ class Listener(Generic[Out, In]):
 
     def _check_connections(self) -> bool:
         """Answer handshakes and try connections that may be gone. Return whether there were any."""
-        if self._probes_at_s and self._probes_at_s[0] <= self.clock():  # before a hint puts it off
+        # Before a hint puts it off.
+        if self._probes_at_s and self._probes_at_s[0] <= self.clock():
             self._probes_at_s.popleft()
             self._probe()
             return True
@@ -201,7 +205,9 @@ class Listener(Generic[Out, In]):
         if self._hinted_s > now_s:
             return  # the first try of an earlier hint is still to come
         self._hinted_s = max(now_s, self._hinted_s + HINTS_APART_S)
-        self._probes_at_s = deque(self._hinted_s + delay_s for delay_s in PROBE_DELAYS_S)
+        self._probes_at_s = deque(
+            self._hinted_s + delay_s for delay_s in PROBE_DELAYS_S
+        )
 
     def _read(self) -> None:
         peer = self.socket.recv(zmq.NOBLOCK)
@@ -285,7 +291,9 @@ class Channels:
         """Begin to connect. Raises `ConfigError` if the endpoint cannot or must not be dialled."""
         return Dialer(endpoint, name, outgoing, incoming, self._context, self._keys)
 
-    def listen(self, endpoint: str, outgoing: Codec[Out], incoming: Codec[In]) -> Listener[Out, In]:
+    def listen(
+        self, endpoint: str, outgoing: Codec[Out], incoming: Codec[In]
+    ) -> Listener[Out, In]:
         """Bind. Raises `ConfigError` if the endpoint cannot or must not be bound."""
         return Listener(endpoint, outgoing, incoming, self._context, self._keys)
 

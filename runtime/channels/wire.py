@@ -171,7 +171,9 @@ class Timer:
 
     def set(self, seconds: float | None) -> None:
         """Fire once after `seconds`; None means never. A call replaces the one before it."""
-        whole, part = divmod(max(seconds, SHORTEST_S), 1.0) if seconds is not None else (0, 0)
+        whole, part = (
+            divmod(max(seconds, SHORTEST_S), 1.0) if seconds is not None else (0, 0)
+        )
         # `struct itimerspec`: the repetition, then the first expiry, as seconds and nanoseconds.
         wanted = (ctypes.c_long * 4)(0, 0, int(whole), int(part * 1e9))
         self._libc.timerfd_settime(self._descriptor, 0, wanted, None)
@@ -188,7 +190,10 @@ class Wire:
     """A bounded, non-blocking, heart-beating socket."""
 
     def __init__(
-        self, context: "zmq.Context[zmq.Socket[bytes]]", kind: zmq.SocketType, keys: Keys
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        kind: zmq.SocketType,
+        keys: Keys,
     ) -> None:
         """A dialer with keys must call `use_key` with one of them before it connects.
 
@@ -270,7 +275,9 @@ class Wire:
 
     def changes(self) -> list[ConnectionChange]:
         """Return the connections that came, went or were refused since the last call."""
-        while self._authenticator is not None and _has_input(self._authenticator.socket):
+        while self._authenticator is not None and _has_input(
+            self._authenticator.socket
+        ):
             self._authenticator.answer()
         found: list[ConnectionChange] = []
         while _has_input(self._monitor):

@@ -13,7 +13,11 @@ from baton.protocol import VERSION
 if TYPE_CHECKING:
     from baton.async_llm import AsyncLLM
     from baton.llm import LLM
-    from baton.pooling import EmbeddingRequestOutput, PoolingParams, ScoringRequestOutput
+    from baton.pooling import (
+        EmbeddingRequestOutput,
+        PoolingParams,
+        ScoringRequestOutput,
+    )
     from baton.prompts import LoRARequest, TextPrompt, TokensPrompt
     from baton.protocol.sampling import (
         RepetitionDetectionParams,

@@ -15,7 +15,12 @@ import msgspec
 
 from baton.llm_settings import Model, config_of
 from baton.model.checkpoint.lora_files import folders_of
-from baton.pooling import EmbeddingRequestOutput, Pooler, PoolingParams, ScoringRequestOutput
+from baton.pooling import (
+    EmbeddingRequestOutput,
+    Pooler,
+    PoolingParams,
+    ScoringRequestOutput,
+)
 from baton.prompts import LoRARequest, Prompt, given_prompt
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, ConfigError, NodeError, RequestError
@@ -69,15 +74,20 @@ class AsyncLLM:
         self._open(config_of(model, settings, config))
         self._seeds = None if seed is None else random.Random(seed)
         self._defaults = default_params(self.config.model.path)
-        self._live: dict[str, RequestStream | None] = {}  # None while it is being tokenized
-        self._aborted: set[str] = set()  # requests that were aborted while being tokenized
+        # None while it is being tokenized.
+        self._live: dict[str, RequestStream | None] = {}
+        # Requests that were aborted while being tokenized.
+        self._aborted: set[str] = set()
         self._num_requests = 0
         self._begins = asyncio.Lock()
         self._is_started = self._is_closed = False
-        self._is_awaited = False  # whether `begin` has started nodes that are not yet in service
+        # Whether `begin` has started nodes that are not yet in service.
+        self._is_awaited = False
 
     def _open(self, config: ClusterConfig) -> None:
-        self.config = config = fitted_to_gpus(config) if self._launcher is not None else config
+        self.config = config = (
+            fitted_to_gpus(config) if self._launcher is not None else config
+        )
         self._router = TextRouter.from_config(config)
         self._tokenizer = ModelTokenizer(self._router.get_tokenizer(), config.model)
         self._pooler = Pooler(self._router, config.model)
@@ -123,11 +133,17 @@ class AsyncLLM:
         if self.config.router.local_prefill == "always" and self.config.decode:
             num_prefill = 0
         standstill = Standstill(timeout_s)
-        waiting = asyncio.create_task(self._router.core.wait_for(num_prefill, self.config.decode))
+        waiting = asyncio.create_task(
+            self._router.core.wait_for(num_prefill, self.config.decode)
+        )
         try:
-            while not (await asyncio.wait((waiting,), timeout=min(timeout_s, WATCH_S)))[0]:
+            while not (await asyncio.wait((waiting,), timeout=min(timeout_s, WATCH_S)))[
+                0
+            ]:
                 health = self.health()
-                if not standstill.lasts([(one.phase, one.done) for one in health.nodes]):
+                if not standstill.lasts(
+                    [(one.phase, one.done) for one in health.nodes]
+                ):
                     continue
                 if health.can_serve:
                     text = "serving although some of the nodes are not ready"
@@ -162,7 +178,9 @@ class AsyncLLM:
             params = self._complete(sampling_params)
             await self.begin()
             caller = Caller(Scope(self._lora_of(lora_request), given.cache_salt))
-            stream = await self._router.submit(given.content, params, name, caller=caller)
+            stream = await self._router.submit(
+                given.content, params, name, caller=caller
+            )
             self._live[name] = stream
             if name in self._aborted:
                 stream.close()
@@ -228,10 +246,16 @@ class AsyncLLM:
                 return True
             name, modules = lora_request.lora_name, self.config.model.lora_modules
             module = f"{name}={lora_request.lora_path}"
-            model = msgspec.structs.replace(self.config.model, lora_modules=(*modules, module))
-            config = config_of("", {}, msgspec.structs.replace(self.config, model=model))
+            model = msgspec.structs.replace(
+                self.config.model, lora_modules=(*modules, module)
+            )
+            config = config_of(
+                "", {}, msgspec.structs.replace(self.config, model=model)
+            )
             if self._live or self._nodes is None or self._is_closed:
-                text = "an adapter is added to the nodes of an LLM while no request runs"
+                text = (
+                    "an adapter is added to the nodes of an LLM while no request runs"
+                )
                 raise RequestError(text, param="lora_request")
             try:
                 self._router.close()
@@ -302,19 +326,25 @@ class AsyncLLM:
         if self._is_loaded(request):
             return request.lora_name
         text = f"the adapter {request.lora_name!r} is not loaded: await llm.add_lora(...) first"
-        raise RequestError(text, code="model_not_found", param="lora_request", http_status=404)
+        raise RequestError(
+            text, code="model_not_found", param="lora_request", http_status=404
+        )
 
     def _is_loaded(self, request: LoRARequest) -> bool:
         folder = folders_of(self.config.model.lora_modules).get(request.lora_name)
         path = Path(request.lora_path).expanduser()
-        return folder is not None and (not request.lora_path or path.resolve() == folder.resolve())
+        return folder is not None and (
+            not request.lora_path or path.resolve() == folder.resolve()
+        )
 
     def _complete(self, params: SamplingParams | None) -> SamplingParams:
         """Return `params` with the defaults and the seed that the callers left open."""
         if params is None:
             params = self._defaults
         if not isinstance(params, SamplingParams):
-            raise RequestError("sampling_params must be SamplingParams", param="sampling_params")
+            raise RequestError(
+                "sampling_params must be SamplingParams", param="sampling_params"
+            )
         if self._seeds is None or params.seed is not None:
             return params
         return params.clone(seed=self._seeds.getrandbits(SEED_BITS))
@@ -328,7 +358,9 @@ class StartedNodes:
     restarts a node that has ended.
     """
 
-    def __init__(self, config: ClusterConfig, router: TextRouter, launcher: Launcher) -> None:
+    def __init__(
+        self, config: ClusterConfig, router: TextRouter, launcher: Launcher
+    ) -> None:
         self._config = config
         self._router = router
         self._launcher = launcher
@@ -338,7 +370,9 @@ class StartedNodes:
 
     def start(self) -> None:
         """Open the router's endpoint and start the nodes, without waiting for them."""
-        endpoint = self._router.start(self._config.router.control or self._private_endpoint())
+        endpoint = self._router.start(
+            self._config.router.control or self._private_endpoint()
+        )
         self._nodes = self._launcher(self._config, endpoint)
         self._nodes.start()
         self._watch()
@@ -351,7 +385,8 @@ class StartedNodes:
         if nodes is not None:
             try:
                 await asyncio.to_thread(nodes.stop)
-            except RuntimeError:  # the interpreter is ending and no longer starts threads
+            # The interpreter is ending and no longer starts threads.
+            except RuntimeError:
                 nodes.stop()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -368,4 +403,6 @@ class StartedNodes:
             if self._router.core.registry.model is None:
                 tail = "\n".join(exit_.tail)
                 text = f"{exit_.name} ended with code {exit_.code} while it started:\n{tail}"
-                self._router.core.fail(NodeError(text, code="start_failed").to_failure())
+                self._router.core.fail(
+                    NodeError(text, code="start_failed").to_failure()
+                )

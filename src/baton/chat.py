@@ -27,7 +27,9 @@ CONNECT_TIMEOUT_S = 5.0
 # A server is silent while it computes a long prompt; baton sends a comment every 10 s.
 SILENCE_TIMEOUT_S = 300.0
 FENCE = '"""'
-COMMANDS = f"/reset forgets the conversation, /exit ends it, {FENCE} encloses several lines"
+COMMANDS = (
+    f"/reset forgets the conversation, /exit ends it, {FENCE} encloses several lines"
+)
 
 
 def main(words: Sequence[str]) -> int:
@@ -44,11 +46,24 @@ def main(words: Sequence[str]) -> int:
 
 
 def parser() -> FlagParser:
-    built = FlagParser("baton chat", description="Talk to a running server in the terminal.")
+    built = FlagParser(
+        "baton chat", description="Talk to a running server in the terminal."
+    )
     add = built.add_argument
-    add("message", nargs="?", default="", help="one message; without it, a conversation begins")
-    add("--url", default=DEFAULT_URL, help=f"URL of the server (default: {DEFAULT_URL})")
-    add("--model", default="", help="model to use (default: the first one that the server lists)")
+    add(
+        "message",
+        nargs="?",
+        default="",
+        help="one message; without it, a conversation begins",
+    )
+    add(
+        "--url", default=DEFAULT_URL, help=f"URL of the server (default: {DEFAULT_URL})"
+    )
+    add(
+        "--model",
+        default="",
+        help="model to use (default: the first one that the server lists)",
+    )
     add("--system", default="", help="system message before the conversation")
     add("--api-key", default="", help=f"API key (default: the variable {KEY_VARIABLE})")
     add("--ca-file", metavar="PATH", default="",
@@ -68,7 +83,9 @@ class Chat:
     ca_file: str = ""
     system: str = ""
     sampling: dict[str, object] = field(default_factory=dict)
-    console: Console = field(default_factory=lambda: Console(highlight=False, soft_wrap=True))
+    console: Console = field(
+        default_factory=lambda: Console(highlight=False, soft_wrap=True)
+    )
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -83,7 +100,9 @@ class Chat:
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401  (line editing and history for `input`)
             self._choose_model()
-            self.console.print(Text(f"{self.model} at {self.url}; /help lists commands", "dim"))
+            self.console.print(
+                Text(f"{self.model} at {self.url}; /help lists commands", "dim")
+            )
         while True:
             try:
                 line = _read_message(is_terminal).strip()
@@ -107,14 +126,18 @@ class Chat:
     def say(self, text: str) -> None:
         """Send one message, print the response as it arrives, and remember both."""
         self._choose_model()
-        messages, pieces = [*self.messages, {"role": "user", "content": text}], list[str]()
+        messages, pieces = (
+            [*self.messages, {"role": "user", "content": text}],
+            list[str](),
+        )
         system = [{"role": "system", "content": self.system}] if self.system else []
         body = {**self.sampling, "model": self.model, "messages": system + messages}
         has_thought = False
         try:
             for delta in self._stream({**body, "stream": True}):
                 thought = delta.get("reasoning") or delta.get("reasoning_content")
-                if thought and self.console.is_terminal:  # a script wants the response alone
+                # A script wants the response alone.
+                if thought and self.console.is_terminal:
                     has_thought = True
                     self.console.out(thought, end="", style="dim", highlight=False)
                 if content := delta.get("content"):
@@ -138,13 +161,17 @@ class Chat:
                         raise NodeError(f"{self.url}/v1/models lists no model")
 
     def _stream(self, body: object) -> Iterator[dict[str, object]]:
-        with self._request("POST", "/v1/chat/completions", msgspec.json.encode(body)) as response:
+        with self._request(
+            "POST", "/v1/chat/completions", msgspec.json.encode(body)
+        ) as response:
             for line in response:
                 data = line.removeprefix(b"data:").strip()
                 if line.startswith(b"data:") and data != b"[DONE]":
                     match msgspec.json.decode(data):
                         case {"error": error} if error:
-                            raise NodeError(f"{self.url} ended the response: {_reason(error)}")
+                            raise NodeError(
+                                f"{self.url} ended the response: {_reason(error)}"
+                            )
                         case {"choices": [{"delta": dict(delta)}, *_]}:
                             yield delta
 
@@ -190,6 +217,8 @@ def _reason(error: object) -> str:
     """Return the message of an error in OpenAI's shape, or the error as text."""
     with contextlib.suppress(msgspec.DecodeError):
         error = msgspec.json.decode(error) if isinstance(error, str) else error
-    while isinstance(error, dict) and (inner := error.get("error", error.get("message"))):
+    while isinstance(error, dict) and (
+        inner := error.get("error", error.get("message"))
+    ):
         error = inner
     return str(error)[:200]

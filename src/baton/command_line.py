@@ -45,10 +45,14 @@ COMMANDS = {
             ("model", "router", "keys", "log"),
         ),
         Subcommand(
-            "prefill", "Compute prompts for the routers that this node dials.", NODE_SECTIONS
+            "prefill",
+            "Compute prompts for the routers that this node dials.",
+            NODE_SECTIONS,
         ),
         Subcommand(
-            "decode", "Generate tokens for the routers that this node dials.", NODE_SECTIONS
+            "decode",
+            "Generate tokens for the routers that this node dials.",
+            NODE_SECTIONS,
         ),
     )
 }
@@ -109,7 +113,9 @@ def _check_folder() -> None:
     try:
         os.getcwd()
     except OSError:
-        raise ConfigError("the working directory was removed: change to another one") from None
+        raise ConfigError(
+            "the working directory was removed: change to another one"
+        ) from None
 
 
 def _run(words: list[str]) -> int:
@@ -211,13 +217,17 @@ def _drain(name: str, summary: str, rest: list[str]) -> int:
 
 def _drain_parser() -> FlagParser:
     built = FlagParser("baton drain", description=DRAIN_HELP + DRAIN_MORE)
-    built.add_argument("node", metavar="NODE", help="the node's id, as /health shows it")
+    built.add_argument(
+        "node", metavar="NODE", help="the node's id, as /health shows it"
+    )
     built.add_argument(
         "--control",
         metavar="ENDPOINT",
         help=f"endpoint of a router that the node dials (default: {DEFAULT_CONTROL})",
     )
-    built.add_argument("--keys", metavar="FILE", help="the cluster's key, if it has one")
+    built.add_argument(
+        "--keys", metavar="FILE", help="the cluster's key, if it has one"
+    )
     built.add_argument("--config", metavar="FILE", help="YAML file of settings")
     return built
 
@@ -245,14 +255,18 @@ def _completion(name: str, summary: str, rest: list[str]) -> int:
     import shtab
 
     if shell not in SHELLS:
-        raise ConfigError(f"{shell!r} is not a shell that is known: {', '.join(SHELLS)}")
+        raise ConfigError(
+            f"{shell!r} is not a shell that is known: {', '.join(SHELLS)}"
+        )
     root = argparse.ArgumentParser("baton")
     groups = {"": root.add_subparsers()}
     for command, parser in parsers().items():
         parser.mark_values(shtab.FILE)
         group, _, last = command.rpartition(" ")
         if group not in groups:
-            groups[group] = groups[""].add_parser(group, help=OTHERS[group].help).add_subparsers()
+            groups[group] = (
+                groups[""].add_parser(group, help=OTHERS[group].help).add_subparsers()
+            )
         summary = parser.description or ""
         groups[group].add_parser(last, parents=[parser], add_help=False, help=summary)
     print(COMPLETION_USE + shtab.complete(root, shell))
@@ -274,29 +288,38 @@ def _operand_parser(name: str) -> FlagParser:
 # They are in the order of the help.
 OTHERS = {
     "up": OtherCommand(
-        "Start the cluster that a cluster.yaml describes, and wait until it serves.", _cluster
+        "Start the cluster that a cluster.yaml describes, and wait until it serves.",
+        _cluster,
     ),
     "down": OtherCommand("Stop a cluster that `up` has started.", _cluster),
     "restart": OtherCommand(
-        "Let one process of a cluster that `up` runs here drain and start again.", _cluster
+        "Let one process of a cluster that `up` runs here drain and start again.",
+        _cluster,
     ),
     "status": OtherCommand(
-        "Show the processes of a cluster live: their state, load, KV use and handoffs.", _cluster
+        "Show the processes of a cluster live: their state, load, KV use and handoffs.",
+        _cluster,
     ),
     "render": OtherCommand(
-        "Write the files with which a platform runs a cluster, and start nothing.", _cluster
+        "Write the files with which a platform runs a cluster, and start nothing.",
+        _cluster,
     ),
     "doctor": OtherCommand(
         "Find problems of this machine, a cluster's hosts, or the paths between them.",
         _doctor,
     ),
-    "chat": OtherCommand("Talk to a running server in the terminal (`baton chat --help`).", _chat),
+    "chat": OtherCommand(
+        "Talk to a running server in the terminal (`baton chat --help`).", _chat
+    ),
     "drain": OtherCommand(DRAIN_HELP, _drain),
     "bench": OtherCommand(
-        "Measure the latency of any OpenAI-compatible server (`baton bench --help`).", _bench
+        "Measure the latency of any OpenAI-compatible server (`baton bench --help`).",
+        _bench,
     ),
     "keygen": OtherCommand(
-        "Make the key that the processes of a cluster on several hosts share.", _keygen, "FILE"
+        "Make the key that the processes of a cluster on several hosts share.",
+        _keygen,
+        "FILE",
     ),
     "api-key": OtherCommand(
         "Make a key for clients of the router, and add its hash to a file of keys.",
@@ -329,7 +352,9 @@ def parsers() -> dict[str, FlagParser]:
     found["chat"] = chat_parser()
     found["drain"] = _drain_parser()
     found["completion"].words["SHELL"] = SHELLS
-    return found | {f"bench {name}": bench_parser(load.settings) for name, load in LOADS.items()}
+    return found | {
+        f"bench {name}": bench_parser(load.settings) for name, load in LOADS.items()
+    }
 
 
 def _summaries() -> dict[str, str]:

@@ -12,7 +12,13 @@ from functools import partial
 from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from baton.async_llm import AsyncLLM, Launcher
 from baton.llm_settings import Model, config_of
@@ -54,7 +60,9 @@ class LLM:
         whole = config_of(model, settings, config)
         self._llm = AsyncLLM(config=whole, seed=seed, launcher=launcher)
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="llm", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="llm", daemon=True
+        )
         self._thread.start()
         atexit.register(self.shutdown)
         try:
@@ -89,7 +97,9 @@ class LLM:
         else:
             adapters = list(lora_request)
         if len(adapters) != len(many):
-            raise ValueError(f"there are {len(many)} prompts, but {len(adapters)} lora_requests")
+            raise ValueError(
+                f"there are {len(many)} prompts, but {len(adapters)} lora_requests"
+            )
         for adapter in dict.fromkeys(filter(None, adapters)):
             self._run(self._llm.add_lora(adapter))
         columns = (
@@ -99,8 +109,13 @@ class LLM:
             TimeRemainingColumn(),
             TextColumn("{task.fields[tokens]} output tokens"),
         )
-        works = [partial(self._whole, *each) for each in zip(many, params, adapters, strict=True)]
-        with Progress(*columns, console=Console(stderr=True), disable=not use_tqdm) as progress:
+        works = [
+            partial(self._whole, *each)
+            for each in zip(many, params, adapters, strict=True)
+        ]
+        with Progress(
+            *columns, console=Console(stderr=True), disable=not use_tqdm
+        ) as progress:
             bar = progress.add_task("Processed prompts", total=len(many), tokens=0)
             num_tokens = 0
 
@@ -159,8 +174,12 @@ class LLM:
         """
         if lora_request is not None:
             self._run(self._llm.add_lora(lora_request))
-        embed = partial(self._llm.embed, pooling_params=pooling_params, lora_request=lora_request)
-        return self._pooled([partial(embed, prompt) for prompt in as_list(prompts)], use_tqdm)
+        embed = partial(
+            self._llm.embed, pooling_params=pooling_params, lora_request=lora_request
+        )
+        return self._pooled(
+            [partial(embed, prompt) for prompt in as_list(prompts)], use_tqdm
+        )
 
     def score(
         self,
@@ -177,7 +196,9 @@ class LLM:
         if len(queries) == 1:
             queries *= len(documents)
         if len(queries) != len(documents):
-            raise ValueError(f"there are {len(queries)} queries, but {len(documents)} documents")
+            raise ValueError(
+                f"there are {len(queries)} queries, but {len(documents)} documents"
+            )
         works = [
             partial(self._llm.score, *pair, pooling_params)
             for pair in zip(queries, documents, strict=True)
@@ -252,7 +273,9 @@ class LLM:
             bar = progress.add_task("Processed prompts", total=len(works))
             return self._run(self._all(works, lambda _: progress.advance(bar)))
 
-    async def _all(self, works: Sequence[Work[T]], ended: Callable[[T], None]) -> list[T]:
+    async def _all(
+        self, works: Sequence[Work[T]], ended: Callable[[T], None]
+    ) -> list[T]:
         """Return the results in the order of the works. The first error ends the others."""
         # Further requests would only wait in the router's line, which is bounded.
         room = asyncio.Semaphore(self.config.router.max_inflight)
@@ -271,7 +294,9 @@ class LLM:
         return [task.result() for task in tasks]
 
     def _params_of(
-        self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+        self,
+        prompts: list[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or self.get_default_sampling_params()] * len(prompts)
@@ -280,11 +305,15 @@ class LLM:
             text = "sampling_params must be SamplingParams or a list of them"
             raise RequestError(text, param="sampling_params")
         if len(many) != len(prompts):
-            raise ValueError(f"there are {len(prompts)} prompts, but {len(many)} sampling_params")
+            raise ValueError(
+                f"there are {len(prompts)} prompts, but {len(many)} sampling_params"
+            )
         return many
 
 
-def _conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
+def _conversations(
+    messages: Conversation | Sequence[Conversation],
+) -> list[Conversation]:
     """Return one conversation or many as a list. A list of messages is one conversation."""
     if all(isinstance(message, Mapping) for message in messages):
         return [messages] if messages else []  # type: ignore[list-item]

@@ -52,7 +52,10 @@ def config_of(
 
 
 def _from_keywords(model: Model, settings: Mapping[str, object]) -> ClusterConfig:
-    plain: dict[str, object] = {"log": {"level": "warning"}, "model": _section("model", model)}
+    plain: dict[str, object] = {
+        "log": {"level": "warning"},
+        "model": _section("model", model),
+    }
     moved: list[tuple[str, object]] = []  # behind the sections, which they complete
     for name, value in settings.items():
         if name in ClusterConfig.__struct_fields__:

@@ -9,10 +9,21 @@ from baton.protocol.config import ModelConfig
 from baton.protocol.errors import ConfigError, RequestError
 from baton.protocol.pooling import Pooling
 from baton.router.core.request import Caller
-from baton.router.http.api.pooling_bodies import cannot, cut_to, max_tokens, scored, scores_of
+from baton.router.http.api.pooling_bodies import (
+    cannot,
+    cut_to,
+    max_tokens,
+    scored,
+    scores_of,
+)
 from baton.router.http.api.prepare import unpacked
 from baton.router.text.chat_template import ChatTemplate
-from baton.router.text.pooled_texts import PooledTexts, PromptOptions, Prompts, embedding_of
+from baton.router.text.pooled_texts import (
+    PooledTexts,
+    PromptOptions,
+    Prompts,
+    embedding_of,
+)
 from baton.router.text_router import TextRouter
 
 
@@ -21,7 +32,8 @@ class PoolingParams(msgspec.Struct, frozen=True):
 
     dimensions: int | None = None  # the first numbers of an embedding; None: all
     normalize: bool | None = None  # None: as the model's folder says
-    truncate_prompt_tokens: int | None = None  # the first tokens of a text; -1: as many as fit
+    # The first tokens of a text; -1: as many as fit.
+    truncate_prompt_tokens: int | None = None
 
 
 @dataclass(slots=True)
@@ -73,7 +85,9 @@ class Pooler:
         texts = self._pooled_texts()
         ids = await text.in_thread(len(prompt), lambda: texts.of_input(prompt, options))
         row, num_cached = await self._row(ids, model.tasks.embedding, name, caller)
-        normalizes = model.tasks.normalizes if params.normalize is None else params.normalize
+        normalizes = (
+            model.tasks.normalizes if params.normalize is None else params.normalize
+        )
         values = embedding_of(row, params.dimensions, normalizes=normalizes)
         return EmbeddingRequestOutput(name, EmbeddingOutput(values), ids, num_cached)
 
@@ -98,7 +112,9 @@ class Pooler:
         rows, num_cached = zip(*(task.result() for task in tasks), strict=True)
         (score,) = scores_of(asked, rows)
         token_ids = [token_id for ids in prompts for token_id in ids]
-        return ScoringRequestOutput(name, ScoringOutput(score), token_ids, sum(num_cached))
+        return ScoringRequestOutput(
+            name, ScoringOutput(score), token_ids, sum(num_cached)
+        )
 
     async def _row(
         self, token_ids: list[int], pooling: Pooling, name: str, caller: Caller
@@ -113,7 +129,9 @@ class Pooler:
 
     def _options(self, params: PoolingParams) -> PromptOptions:
         if not isinstance(params, PoolingParams):
-            raise RequestError("pooling_params must be PoolingParams", param="pooling_params")
+            raise RequestError(
+                "pooling_params must be PoolingParams", param="pooling_params"
+            )
         most = max_tokens(self._router.get_model_config())
         return PromptOptions(most, cut_to(params.truncate_prompt_tokens, most))
 

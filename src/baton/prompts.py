@@ -31,7 +31,8 @@ class LoRARequest(msgspec.Struct, frozen=True):
 
     lora_name: str
     lora_int_id: int = 1
-    lora_path: str = ""  # its folder; it may be left out for one of `model.lora_modules`
+    # Its folder; it may be left out for one of `model.lora_modules`.
+    lora_path: str = ""
 
 
 class GivenPrompt(NamedTuple):
@@ -45,17 +46,23 @@ def given_prompt(prompt: Prompt) -> GivenPrompt:
     if isinstance(prompt, dict) and "cache_salt" in prompt:
         salt = prompt["cache_salt"]
         if not isinstance(salt, str) or not salt:
-            raise RequestError("cache_salt must be a text that is not empty", param="cache_salt")
-        unsalted = {name: value for name, value in prompt.items() if name != "cache_salt"}
+            raise RequestError(
+                "cache_salt must be a text that is not empty", param="cache_salt"
+            )
+        unsalted = {
+            name: value for name, value in prompt.items() if name != "cache_salt"
+        }
         return given_prompt(unsalted)._replace(cache_salt=salt)  # type: ignore[arg-type]
     match prompt:
         case str():
             return GivenPrompt(prompt, prompt)
         case list():
             return GivenPrompt(_checked(prompt), None)
-        case {"prompt": str() | None as text, "prompt_token_ids": list() as ids, **more} if (
-            not more
-        ):
+        case {
+            "prompt": str() | None as text,
+            "prompt_token_ids": list() as ids,
+            **more,
+        } if not more:
             return GivenPrompt(_checked(ids), text)
         case {"prompt_token_ids": list() as ids, **more} if not more:
             return GivenPrompt(_checked(ids), None)
@@ -72,7 +79,9 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | dict):
         return [prompts]
     if not isinstance(prompts, Sequence):
-        raise RequestError("prompts must be one prompt or a list of prompts", param="prompts")
+        raise RequestError(
+            "prompts must be one prompt or a list of prompts", param="prompts"
+        )
     many = list(prompts)
     if many and isinstance(many[0], int):
         return [many]  # type: ignore[list-item]

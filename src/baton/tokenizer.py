@@ -34,7 +34,9 @@ class ModelTokenizer:
         """Return the ids of `text`, including those that the tokenizer adds to every text."""
         return self._text.encode_now(text, add_special_tokens)
 
-    def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
+    def decode(
+        self, token_ids: int | Sequence[int], skip_special_tokens: bool = False
+    ) -> str:
         """Return the text of `token_ids`."""
         ids = [token_ids] if isinstance(token_ids, int) else token_ids
         return self._text.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -79,13 +81,18 @@ class ModelTokenizer:
                 text = f"{name} is not supported: leave it out"
                 raise RequestError(text, code="unsupported", param=name)
         template = self._chat_template()
-        messages = [_plain(index, message) for index, message in enumerate(conversation)]
+        messages = [
+            _plain(index, message) for index, message in enumerate(conversation)
+        ]
         tools = _plain_tools(options.pop("tools", None))
         continues = bool(options.pop("continue_final_message", False))
         if continues:
             check_continued(messages, add_generation_prompt=add_generation_prompt)
         prompt = template.render(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, options=options
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            options=options,
         )
         template.check_shown(
             prompt,
@@ -103,7 +110,9 @@ class ModelTokenizer:
             self._model.path, self._model.chat_template
         )
         if self._template is None:
-            raise RequestError("this model has no chat template", code="no_chat_template")
+            raise RequestError(
+                "this model has no chat template", code="no_chat_template"
+            )
         return self._template
 
 
@@ -113,7 +122,9 @@ def _plain(index: int, message: ChatMessage) -> dict[str, object]:
         text = f"message {index} must be a dict with a role and a content"
         raise RequestError(text, param="messages")
     content = message.get("content") or ""
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    parts = (
+        content if isinstance(content, list) else [{"type": "text", "text": content}]
+    )
     texts = [found for part in parts if (found := _text_of(part)) is not None]
     if len(texts) < len(parts):
         text = f"the content of message {index} must be text or a list of text parts"

@@ -80,7 +80,9 @@ async def until_ready(url: str) -> None:
             await asyncio.sleep(0.1)
 
 
-async def streams_through(fail: Callable[[], None], heal: Callable[[], None]) -> list[Record]:
+async def streams_through(
+    fail: Callable[[], None], heal: Callable[[], None]
+) -> list[Record]:
     """Run streams before a failure, during it and after it."""
     url = f"http://127.0.0.1:{HTTP}"
     await until_ready(url)
@@ -106,7 +108,9 @@ async def streams_through(fail: Callable[[], None], heal: Callable[[], None]) ->
         heal()
         await until_ready(url)
         is_over = True
-    return [record for client in clients for record in client.result()] + await streams.verify()
+    return [
+        record for client in clients for record in client.result()
+    ] + await streams.verify()
 
 
 @pytest.mark.release
@@ -136,9 +140,14 @@ def test_a_network_that_fails_and_heals_alters_no_token(what, tmp_path):
         records = thread.submit(asyncio.run, streams_through(fail, heal)).result()
     logs = "\n".join(path.read_text() for path in tmp_path.glob("*.log"))
     assert "Traceback" not in logs, logs
-    assert max(record.ended_s - record.began_s for record in records) < 60.0, "one was left waiting"
-    if what == "pair":  # there is another decode node, so a stream moves to it within 5 s
+    assert max(record.ended_s - record.began_s for record in records) < 60.0, (
+        "one was left waiting"
+    )
+    # There is another decode node, so a stream moves to it within 5 s.
+    if what == "pair":
         gaps = [record.longest_gap(0.0, float("inf")) for record in records]
         assert max(gaps) < 3 * 5.0
     ends = {record.outcome for record in records}
-    assert ends == {"whole", "aborted"}, [record.detail for record in records if record.detail]
+    assert ends == {"whole", "aborted"}, [
+        record.detail for record in records if record.detail
+    ]

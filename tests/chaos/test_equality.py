@@ -30,7 +30,11 @@ FEATURES: dict[str, dict[str, object]] = {
     "greedy": {"temperature": 0},
     "seeded": {"top_p": 0.9},
     "regex": {"structured_outputs": {"regex": "[a-z ]{200,280}"}, "ignore_eos": False},
-    "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.1},
+    "penalties": {
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.3,
+        "repetition_penalty": 1.1,
+    },
     "bias": {"logit_bias": {"50": 4.0, "60": -100, "77": 2.0}},
     "logprobs": {"logprobs": 5},
     "adapter": {"model": "one"},
@@ -46,7 +50,10 @@ OF_ADAPTERS = ("adapter", "several")
 WAYS: dict[str, dict[str, Any]] = {
     "aggregated": {"prefill": 0, "router": {"local_prefill": "always"}},
     "disaggregated": {"router": {"local_prefill": "never"}},
-    "with guesses": {"router": {"local_prefill": "never"}, "engine": {"num_speculative_tokens": 4}},
+    "with guesses": {
+        "router": {"local_prefill": "never"},
+        "engine": {"num_speculative_tokens": 4},
+    },
 }
 
 
@@ -64,16 +71,26 @@ def answers(
     if foreign:
         model = foreign_folder(foreign, eos_token_id=2)
         names = ("tiny",) * 3
-        features = {name: FEATURES[name] for name in FEATURES if name not in OF_ADAPTERS}
+        features = {
+            name: FEATURES[name] for name in FEATURES if name not in OF_ADAPTERS
+        }
     else:
         adapters = [
-            f"{name}={write_adapter(model, rank=r)}" for name, r in (("one", 4), ("two", 8))
+            f"{name}={write_adapter(model, rank=r)}"
+            for name, r in (("one", 4), ("two", 8))
         ]
     named = {"path": str(model), "served_model_name": "tiny", "dtype": dtype}
-    engine = {"max_num_batched_tokens": 64, "kv_cache_dtype": kv, **way.get("engine", {})}
+    engine = {
+        "max_num_batched_tokens": 64,
+        "kv_cache_dtype": kv,
+        **way.get("engine", {}),
+    }
     sections = way | {"engine": engine}
     config = tiny_cluster(
-        model, model=named | {"lora_modules": adapters}, cache={"num_blocks": 900}, **sections
+        model,
+        model=named | {"lora_modules": adapters},
+        cache={"num_blocks": 900},
+        **sections,
     )
     found: dict[tuple[str, str], object] = {}
     with Cluster(folder, config) as cluster, ThreadPoolExecutor(8) as pool:
@@ -86,7 +103,9 @@ def answers(
             asked = ASKED | feature
             found[name, "alone"], found[name, "cached"] = said(asked), said(asked)
             others = [
-                pool.submit(said, asked | {"seed": i, "prompt": PROMPT[i:], "model": model_name})
+                pool.submit(
+                    said, asked | {"seed": i, "prompt": PROMPT[i:], "model": model_name}
+                )
                 for i, model_name in enumerate(names * 2)
             ]
             found[name, "in a crowd"] = pool.submit(said, asked).result()
@@ -122,7 +141,11 @@ def test_features_have_equal_bits_in_every_way(dtype, kv, foreign, tmp_path):
     expected: dict[str, object] = {}
     for name, way in WAYS.items():
         (tmp_path / name).mkdir()
-        for (feature, how), answer in answers(tmp_path / name, dtype, kv, way, foreign).items():
-            assert answer == expected.setdefault(feature, answer), f"{feature}, {name}, {how}"
+        for (feature, how), answer in answers(
+            tmp_path / name, dtype, kv, way, foreign
+        ).items():
+            assert answer == expected.setdefault(feature, answer), (
+                f"{feature}, {name}, {how}"
+            )
     num_features = len(FEATURES) - (len(OF_ADAPTERS) if foreign else 0)
     assert len({json.dumps(answer) for answer in expected.values()}) == num_features

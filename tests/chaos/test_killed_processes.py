@@ -79,7 +79,9 @@ def test_a_decode_node_that_is_told_to_end_finishes_or_hands_back(
             tokens += token_ids(next(stream))
         first = serving(cluster, "decode")
         if by_command:
-            mistaken, command = (cluster.command("drain", name) for name in ("decode-7", first))
+            mistaken, command = (
+                cluster.command("drain", name) for name in ("decode-7", first)
+            )
             # The stream may have ended by now, since a command takes its time to start.
             cluster.wait_for_line(f"drain | {first} is draining: ")
         else:
@@ -103,10 +105,17 @@ def test_a_decode_node_that_is_told_to_end_finishes_or_hands_back(
     assert tokens == expected(num_tokens)
     assert other[0]["token_ids"] == expected(20)
     attempts = {part.key.attempt for step in steps[first] for part in step.slices}
-    moved = [part for name in steps if name != first for s in steps[name] for part in s.slices]
+    moved = [
+        part
+        for name in steps
+        if name != first
+        for s in steps[name]
+        for part in s.slices
+    ]
     assert attempts == {0}
     assert any(
-        part.key.request_id == steps[first][0].slices[0].key.request_id for part in moved
+        part.key.request_id == steps[first][0].slices[0].key.request_id
+        for part in moved
     ) == (shutdown_timeout_s == 0)
 
 
@@ -114,7 +123,11 @@ def test_streams_that_move_on_outlive_any_number_of_kills(tmp_path):
     """More kills than a request has attempts, and no other decode node to go to."""
     model = model_folder("qwen3")
     adapter = write_adapter(model)
-    named = {"path": str(model), "served_model_name": "tiny", "lora_modules": [f"mine={adapter}"]}
+    named = {
+        "path": str(model),
+        "served_model_name": "tiny",
+        "lora_modules": [f"mine={adapter}"],
+    }
     with Cluster(tmp_path, settings(model=named)) as cluster:
         readers = [
             StreamReader(cluster, body(PROMPT, MANY_TOKENS) | {"model": name})
@@ -143,7 +156,12 @@ def test_a_form_goes_on_where_it_was_when_its_node_is_killed(tmp_path):
         engine={"max_num_batched_tokens": 64},
         router={"local_prefill": "never"},
     )
-    numbers = {"type": "array", "items": {"type": "integer"}, "minItems": 200, "maxItems": 200}
+    numbers = {
+        "type": "array",
+        "items": {"type": "integer"},
+        "minItems": 200,
+        "maxItems": 200,
+    }
     asked = {
         "prompt": PROMPT,
         "max_tokens": MANY_TOKENS,
@@ -201,7 +219,11 @@ def test_a_stream_goes_on_elsewhere_when_one_rank_of_its_node_is_killed(tmp_path
 @pytest.mark.release
 def test_a_few_faults_lose_and_alter_no_token(tmp_path):
     settings = SoakSettings(
-        requests=24, faults=4, clients=4, model=str(model_folder("qwen3")), vocab_size=250
+        requests=24,
+        faults=4,
+        clients=4,
+        model=str(model_folder("qwen3")),
+        vocab_size=250,
     )
     report = asyncio.run(soak(settings, tmp_path))
     assert not report.problems, table(report)

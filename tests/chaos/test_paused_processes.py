@@ -69,4 +69,6 @@ def test_every_node_is_back_within_seconds_after_the_host_stood_still(over, tmp_
             move_slowly(cluster, rng, slow_s)
             resume(cluster, rng)
             until_whole(cluster)
-            assert cluster.complete(model="tiny", prompt=[5, 6, 7], max_tokens=4)["choices"]
+            assert cluster.complete(model="tiny", prompt=[5, 6, 7], max_tokens=4)[
+                "choices"
+            ]

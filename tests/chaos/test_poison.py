@@ -16,7 +16,9 @@ from tests.support.node_threads import NodeThread
 
 POISON = 9
 NUM_NODES = 3
-GREEDY = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, output_kind="delta")
+GREEDY = SamplingParams(
+    temperature=0, max_tokens=100, ignore_eos=True, output_kind="delta"
+)
 
 
 def make_fragile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +45,9 @@ class Stream:
             self.has_begun.set()
 
 
-def test_a_request_that_breaks_its_nodes_ends_and_its_neighbours_go_on(tmp_path, monkeypatch):
+def test_a_request_that_breaks_its_nodes_ends_and_its_neighbours_go_on(
+    tmp_path, monkeypatch
+):
     make_fragile(monkeypatch)
     control = f"ipc://{tmp_path}/control"
     sections = {
@@ -52,11 +56,19 @@ def test_a_request_that_breaks_its_nodes_ends_and_its_neighbours_go_on(tmp_path,
     }
     nodes = []
     for index in range(NUM_NODES):
-        own = {"id": f"d{index}", "routers": (control,), "bind": f"ipc://{tmp_path}/d{index}"}
-        nodes.append(NodeThread(tiny_cluster(**sections, node=own), "decode", InProcessExecutor))
+        own = {
+            "id": f"d{index}",
+            "routers": (control,),
+            "bind": f"ipc://{tmp_path}/d{index}",
+        }
+        nodes.append(
+            NodeThread(tiny_cluster(**sections, node=own), "decode", InProcessExecutor)
+        )
 
     async def use() -> None:
-        llm = AsyncLLM(config=tiny_cluster(**sections, decode=NUM_NODES), start_nodes=False)
+        llm = AsyncLLM(
+            config=tiny_cluster(**sections, decode=NUM_NODES), start_nodes=False
+        )
         try:
             await llm.start()
             await llm.ready(60.0)
@@ -67,7 +79,10 @@ def test_a_request_that_breaks_its_nodes_ends_and_its_neighbours_go_on(tmp_path,
                     await stream.has_begun.wait()
                 with pytest.raises(RequestError) as error:
                     await Stream(llm, POISON).read()
-            assert (error.value.code, error.value.http_status) == ("request_kills_nodes", 422)
+            assert (error.value.code, error.value.http_status) == (
+                "request_kills_nodes",
+                422,
+            )
             for index, stream in enumerate(neighbours):
                 undisturbed = Stream(llm, 10 + index)
                 await undisturbed.read()

@@ -15,7 +15,8 @@ from tests.support.cluster import Cluster
 from tests.support.waiting import until
 
 PROMPT = [10 + (i * i + 7 * i) % 241 for i in range(70)]
-NUM_TOKENS = 1_400  # so many that none has come whole when the last client has its first
+# So many that none has come whole when the last client has its first.
+NUM_TOKENS = 1_400
 DEADLINE_S = 120.0
 KEY = "one"
 # The stop string never comes, so the text before it is held back again and again.
@@ -40,7 +41,12 @@ class Client:
         self._cluster = cluster
         self._event_id = ""
         self._body = json.dumps(
-            {"model": "tiny", "prompt": PROMPT, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+            {
+                "model": "tiny",
+                "prompt": PROMPT,
+                "max_tokens": NUM_TOKENS,
+                "ignore_eos": True,
+            }
             | {"stream": True, **ask}
         ).encode()
 
@@ -106,12 +112,17 @@ def test_streams_outlive_a_router_that_is_killed(tmp_path):
         decode=2,
         router={"local_prefill": "never", "api_keys": (KEY,)},
     )
-    with Cluster(tmp_path, config) as cluster, ThreadPoolExecutor(len(ASKS) + 1) as pool:
+    with (
+        Cluster(tmp_path, config) as cluster,
+        ThreadPoolExecutor(len(ASKS) + 1) as pool,
+    ):
         told = Client(cluster, {"temperature": 0, "max_tokens": 200}).read().texts[0]
         # One more ends at a stop string late in its text.
         late = {"temperature": 0, "stop": [told[-5:], "never said", told[-30:]]}
         asks = [*ASKS.values(), late]
-        expected = list(pool.map(lambda ask: Client(cluster, ask).read().result(), asks))
+        expected = list(
+            pool.map(lambda ask: Client(cluster, ask).read().result(), asks)
+        )
         clients = [Client(cluster, ask) for ask in asks]
         reading = [pool.submit(client.read) for client in clients]
         until(lambda: all(client.num_events >= 3 for client in clients))

@@ -77,7 +77,9 @@ def test_nothing_is_sent_to_a_peer_that_never_spoke(tmp_path):
         assert pair.listener.receive() is None
 
 
-def test_a_listener_that_leaves_is_a_disconnect_and_its_successor_gets_a_new_session(tmp_path):
+def test_a_listener_that_leaves_is_a_disconnect_and_its_successor_gets_a_new_session(
+    tmp_path,
+):
     with ends(tmp_path) as pair:
         dialer = pair.dial()
         dialer.send(note(1))
@@ -137,13 +139,17 @@ def test_a_name_of_another_host_is_not_dialled_without_a_key(monkeypatch):
         time.sleep(0.01)
 
 
-def test_a_name_that_comes_to_stand_for_another_address_is_followed(tmp_path, monkeypatch):
+def test_a_name_that_comes_to_stand_for_another_address_is_followed(
+    tmp_path, monkeypatch
+):
     found: list[str] = []  # until the name is known
 
     def look_up(*_: object, **__: object) -> object:
         if not found:
             raise socket.gaierror(socket.EAI_NONAME, "unknown")
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, 0)) for host in found]
+        return [
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, 0)) for host in found
+        ]
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     with ends(tmp_path, "tcp") as pair:
@@ -167,12 +173,20 @@ GONE = Received[ToRouter](b"d0", None, disconnected=True)
     [
         pytest.param([(7, 2, 3)], [GONE], 7, id="a gap"),
         pytest.param([(7, 0, 1)], [GONE], 7, id="twice"),
-        pytest.param([(8, 0, 2)], [GONE, Received(b"d0", note(2))], None, id="a new session"),
-        pytest.param([(6, 5, 9), (7, 1, 2)], [Received(b"d0", note(2))], 6, id="one that is over"),
-        pytest.param([(8, 1, 9), (7, 1, 2)], [Received(b"d0", note(2))], 8, id="in its middle"),
+        pytest.param(
+            [(8, 0, 2)], [GONE, Received(b"d0", note(2))], None, id="a new session"
+        ),
+        pytest.param(
+            [(6, 5, 9), (7, 1, 2)], [Received(b"d0", note(2))], 6, id="one that is over"
+        ),
+        pytest.param(
+            [(8, 1, 9), (7, 1, 2)], [Received(b"d0", note(2))], 8, id="in its middle"
+        ),
     ],
 )
-def test_a_frame_that_does_not_continue_a_session_is_not_delivered(frames, heard, reset, tmp_path):
+def test_a_frame_that_does_not_continue_a_session_is_not_delivered(
+    frames, heard, reset, tmp_path
+):
     with ends(tmp_path) as pair:
         bare = speaking(pair)
         for session, sequence, number in frames:
@@ -215,7 +229,8 @@ def test_a_dialer_that_gave_a_handshake_up_begins_anew_although_libzmq_had_recon
         os.unlink(f"{tmp_path}/late")
         pair.listener.close()
         pair.listener = pair.listen(endpoint)
-        assert numbers(pair.hear(1)) == [1]  # libzmq has reconnected, and the dialer knows nothing
+        # Libzmq has reconnected, and the dialer knows nothing.
+        assert numbers(pair.hear(1)) == [1]
         assert isinstance(*answers(dialer, 1), Disconnected)
         dialer.send(note(2))
         heard = pair.hear(2)
@@ -223,7 +238,9 @@ def test_a_dialer_that_gave_a_handshake_up_begins_anew_although_libzmq_had_recon
         assert numbers(heard) == [2]
 
 
-def test_what_is_left_of_a_connection_that_another_one_replaced_begins_no_session(tmp_path):
+def test_what_is_left_of_a_connection_that_another_one_replaced_begins_no_session(
+    tmp_path,
+):
     """libzmq reconnects under the same identity, and gives the older connection an invented one."""
     identity = new_identity(b"d0").decode()
     with ends(tmp_path) as pair:
@@ -249,7 +266,9 @@ def _asks_often(monkeypatch):
 
 
 @pytest.mark.usefixtures("_asks_often")
-def test_a_dialer_without_news_learns_that_the_listener_lacks_its_last_message(tmp_path):
+def test_a_dialer_without_news_learns_that_the_listener_lacks_its_last_message(
+    tmp_path,
+):
     with ends(tmp_path) as pair:
         dialer = pair.dial()
         dialer.send(note(1))
@@ -294,7 +313,9 @@ def test_what_is_no_message_is_counted_and_costs_nothing_else(tmp_path, caplog):
         bare.send(frame(7, 2, encoded(2)))
         assert numbers(pair.hear(1)) == [2]
         assert pair.listener._wire.num_malformed == 3
-    dropped = [r for r in caplog.records if r.getMessage() == "dropped a malformed message"]
+    dropped = [
+        r for r in caplog.records if r.getMessage() == "dropped a malformed message"
+    ]
     assert len(dropped) == 2, "the first and the second, and not every one"
 
 
@@ -307,7 +328,9 @@ def test_a_frame_that_is_too_long_costs_its_sender_the_connection(tmp_path):
         assert numbers(pair.hear(1)) == [5]
 
 
-def test_a_dialer_that_is_frozen_is_a_disconnect_and_hears_of_it_once_it_wakes(tmp_path):
+def test_a_dialer_that_is_frozen_is_a_disconnect_and_hears_of_it_once_it_wakes(
+    tmp_path,
+):
     """Its queue and the sockets' buffers are bounded; the frozen process reads nothing."""
     with ends(tmp_path) as pair, process("dial", pair.listener.endpoint) as dialer:
         assert numbers(pair.hear(1)) == [0]
@@ -320,7 +343,10 @@ def test_a_dialer_that_is_frozen_is_a_disconnect_and_hears_of_it_once_it_wakes(t
 
 
 def test_a_session_that_lost_a_message_sends_no_later_one(tmp_path):
-    with ends(tmp_path) as pair, process("listen", f"ipc://{tmp_path}/frozen") as listener:
+    with (
+        ends(tmp_path) as pair,
+        process("listen", f"ipc://{tmp_path}/frozen") as listener,
+    ):
         dialer = pair.dial(endpoint=f"ipc://{tmp_path}/frozen")
         connect(dialer)
         os.kill(listener.pid, signal.SIGSTOP)
@@ -386,7 +412,10 @@ def test_the_descriptor_of_a_busy_channel_fires_although_its_owner_sends(tmp_pat
 
 
 def test_an_address_that_is_taken_is_a_config_error(tmp_path):
-    with ends(tmp_path, "tcp") as pair, pytest.raises(ConfigError, match="cannot listen"):
+    with (
+        ends(tmp_path, "tcp") as pair,
+        pytest.raises(ConfigError, match="cannot listen"),
+    ):
         pair.listen(pair.listener.endpoint)
 
 
@@ -417,7 +446,9 @@ def test_connections_that_are_no_channels_end_no_session(kind, tmp_path):
             strangers = [stranger(pair.listener.endpoint) for _ in range(3)]
             for each in strangers:
                 each.sendall(next(said))
-            strangers[0].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            strangers[0].setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+            )
             visitor = pair.dial(f"visitor {number}")
             strangers.pop().close()
             visitor.send(note(number))

@@ -18,7 +18,15 @@ from baton.protocol.config import ClusterConfig, EngineConfig, RouterConfig
 from baton.runtime import local_cluster
 from baton.runtime.channels.endpoint import MAX_IPC_PATH_BYTES
 from baton.runtime.local_cluster import LocalCluster, fitted_to_gpus, private_folder
-from baton.runtime.process import NOT_STARTED, Backoff, Child, Command, Exit, Interrupts, Supervisor
+from baton.runtime.process import (
+    NOT_STARTED,
+    Backoff,
+    Child,
+    Command,
+    Exit,
+    Interrupts,
+    Supervisor,
+)
 from tests.support.sources import REPOSITORY
 from tests.support.virtual_clock import VirtualClock
 from tests.support.waiting import until
@@ -52,7 +60,9 @@ def is_gone(pid: int) -> bool:
 
 def test_a_child_that_cannot_be_started_again_is_tried_again(monkeypatch):
     now_s = 0.0
-    supervisor = Supervisor((Command("c", ("-c", "pass"), module="platform"),), lambda: now_s)
+    supervisor = Supervisor(
+        (Command("c", ("-c", "pass"), module="platform"),), lambda: now_s
+    )
     supervisor.start()
     python = sys.executable
     try:
@@ -179,7 +189,9 @@ def test_restarts_wait_longer_each_time_until_one_went_well(runs_s, delays_s):
     assert tuple(backoff.after(ran_s) for ran_s in runs_s) == delays_s
 
 
-@pytest.mark.parametrize(("number", "is_hurried"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
+@pytest.mark.parametrize(
+    ("number", "is_hurried"), [(signal.SIGTERM, False), (signal.SIGINT, True)]
+)
 def test_the_first_signal_is_a_request(number, is_hurried):
     with Interrupts(on_second=lambda: None) as interrupts:
         assert not interrupts.wait(0)
@@ -190,7 +202,9 @@ def test_the_first_signal_is_a_request(number, is_hurried):
 
 def test_the_keys_of_clients_do_not_reach_the_nodes():
     router = RouterConfig(api_keys=("a secret",), api_key_file="/a/secret/file")
-    nodes = LocalCluster(ClusterConfig(prefill=1, decode=1, router=router), "ipc:///control")
+    nodes = LocalCluster(
+        ClusterConfig(prefill=1, decode=1, router=router), "ipc:///control"
+    )
     settings = [Path(command.args[-1]).read_text() for command in nodes.commands]
     nodes.stop()
     assert len(settings) == 2
@@ -208,7 +222,9 @@ def test_nodes_that_cannot_be_described_leave_no_folder(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_folder_of_sockets_has_a_short_path_wherever_temporary_files_go(tmp_path, monkeypatch):
+def test_the_folder_of_sockets_has_a_short_path_wherever_temporary_files_go(
+    tmp_path, monkeypatch
+):
     deep = tmp_path / ("x" * 100)
     deep.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(deep))
@@ -239,7 +255,9 @@ def test_fewer_gpus_than_nodes_are_served_aggregated_and_a_line_says_so(
     fitted = fitted_to_gpus(config)
     assert (fitted.prefill, fitted.decode, fitted.router.local_prefill) == found
     is_changed = found[0] == 0
-    assert ["fewer GPUs" in record.getMessage() for record in caplog.records] == [True] * is_changed
+    assert ["fewer GPUs" in record.getMessage() for record in caplog.records] == [
+        True
+    ] * is_changed
     assert (fitted == config) == (not is_changed)
     monkeypatch.setattr(local_cluster, "version", lambda _: "2.13.0+cpu")
     assert fitted_to_gpus(config) == config, "such a torch computes on the CPU"

@@ -26,9 +26,20 @@ from baton.kv_transfer.interfaces import (
 from baton.model.executors import worker_executor
 from baton.model.executors.local_executor import InProcessExecutor
 from baton.model.executors.worker_executor import WorkerExecutor
-from baton.model.executors.worker_messages import FromWorker, Loading, MessageSocket, ToWorker
+from baton.model.executors.worker_messages import (
+    FromWorker,
+    Loading,
+    MessageSocket,
+    ToWorker,
+)
 from baton.model.runner.runner import Runner
-from baton.node.executor import RANK_KILLED, AdapterLoad, AdapterOutcome, Executor, ExecutorInfo
+from baton.node.executor import (
+    RANK_KILLED,
+    AdapterLoad,
+    AdapterOutcome,
+    Executor,
+    ExecutorInfo,
+)
 from baton.node.scheduling.plan import Slice, StepPlan, StepResult
 from baton.protocol.adapters import lora_version
 from baton.protocol.config import ClusterConfig
@@ -48,7 +59,11 @@ WAIT_S = 30.0
 GREEDY = Sampling(seed=1, max_tokens=100, temperature=0.0)
 PROMPT = tuple(10 + (i * i + 7 * i) % 241 for i in range(37))
 KINDS = ("in process", "one worker", "two ranks")
-SLOW_KINDS = ("in process", pytest.param("one worker", marks=pytest.mark.release), "two ranks")
+SLOW_KINDS = (
+    "in process",
+    pytest.param("one worker", marks=pytest.mark.release),
+    "two ranks",
+)
 SOURCE = Epoch("source")
 READER = Epoch("reader")
 
@@ -66,14 +81,18 @@ def config_of(kind: str, folder: Path | None = None, **more: object) -> ClusterC
     )
 
 
-def executor_of(kind: str, config: ClusterConfig | None = None, epoch: Epoch = SOURCE) -> Executor:
+def executor_of(
+    kind: str, config: ClusterConfig | None = None, epoch: Epoch = SOURCE
+) -> Executor:
     make: Callable[[ClusterConfig, Epoch], Executor]
     make = InProcessExecutor if kind == "in process" else WorkerExecutor
     return make(config or config_of(kind), epoch)
 
 
 @contextmanager
-def started(kind: str, epoch: Epoch = SOURCE) -> Iterator[tuple[Executor, ExecutorInfo]]:
+def started(
+    kind: str, epoch: Epoch = SOURCE
+) -> Iterator[tuple[Executor, ExecutorInfo]]:
     with closing(executor_of(kind, epoch=epoch)) as executor:
         yield executor, executor.start(no_progress)
 
@@ -107,7 +126,9 @@ class Steps:
             assert readable(self.executor.fileno()), "no step ended"
         return result
 
-    def tokens(self, *slices: Slice, copies: tuple[tuple[int, int], ...] = ()) -> list[int]:
+    def tokens(
+        self, *slices: Slice, copies: tuple[tuple[int, int], ...] = ()
+    ) -> list[int]:
         step_id = self.submit(*slices, copies=copies)
         result = self.result()
         assert result.step_id == step_id
@@ -122,14 +143,20 @@ def new_key() -> Key:
     return Key(RequestId(f"sequence-{next(names)}"))
 
 
-def prompt_slice(key: Key, blocks: Sequence[int], start: int = 0, end: int = len(PROMPT)) -> Slice:
+def prompt_slice(
+    key: Key, blocks: Sequence[int], start: int = 0, end: int = len(PROMPT)
+) -> Slice:
     samples = (0,) if end == len(PROMPT) else ()
     sampling = GREEDY if samples else None
     given = PROMPT[start:end]
-    return Slice(key, start, end - start, given, tuple(blocks), samples, sampling, len(PROMPT))
+    return Slice(
+        key, start, end - start, given, tuple(blocks), samples, sampling, len(PROMPT)
+    )
 
 
-def decode_slice(key: Key, blocks: Sequence[int], position: int, token: int | None = None) -> Slice:
+def decode_slice(
+    key: Key, blocks: Sequence[int], position: int, token: int | None = None
+) -> Slice:
     given = () if token is None else (token,)
     return Slice(key, position, 1, given, tuple(blocks), (0,), GREEDY, len(PROMPT))
 
@@ -195,7 +222,14 @@ def test_choices_of_one_prompt_draw_apart_and_chain_apart(executor):
     assert len(set(drawn)) == 3
     second = Slice(key.of_choice(2), len(PROMPT), 1, (), blocks, (2,), hot, len(PROMPT))
     named = Slice(
-        new_key().of_choice(2), len(PROMPT), 1, (drawn[2],), blocks, (2,), hot, len(PROMPT)
+        new_key().of_choice(2),
+        len(PROMPT),
+        1,
+        (drawn[2],),
+        blocks,
+        (2,),
+        hot,
+        len(PROMPT),
     )
     assert steps.tokens(second) == steps.tokens(named)
 
@@ -210,7 +244,9 @@ def test_start_reports_progress_and_what_was_loaded(kind):
         assert info.model == model_fingerprint(model_folder("qwen3"))
         assert (info.num_blocks, info.layout.block_size) == (NUM_BLOCKS, BLOCK)
         assert (info.vocab_size, info.max_model_len) == (1024, 8192)
-        assert info.layout.block_bytes * ranks == block_bytes(model_folder("qwen3"), BLOCK)
+        assert info.layout.block_bytes * ranks == block_bytes(
+            model_folder("qwen3"), BLOCK
+        )
         assert len(info.ranks) == len(executor.ports) == ranks
 
 
@@ -222,7 +258,9 @@ def test_a_folder_that_is_no_model_is_a_config_error(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", SLOW_KINDS)
-def test_close_ends_all_workers_and_may_come_twice_with_a_step_in_flight_or_before_start(kind):
+def test_close_ends_all_workers_and_may_come_twice_with_a_step_in_flight_or_before_start(
+    kind,
+):
     unstarted = executor_of(kind)
     unstarted.close()
     with started(kind) as (executor, _):
@@ -240,9 +278,12 @@ def test_a_step_that_cannot_be_computed_ends_the_node(kind):
     with started(kind) as (executor, _):
         steps = Steps(executor)
         assert steps.tokens(prompt_slice(new_key(), (4, 5, 6), 0, 20)) == []
-        steps.submit(decode_slice(new_key(), (1, 2, 3), len(PROMPT)))  # nothing was sampled
+        # Nothing was sampled.
+        steps.submit(decode_slice(new_key(), (1, 2, 3), len(PROMPT)))
         for _ in range(2):
-            with pytest.raises(NodeError, match=r"(step 1|rank [01]) failed.*no token was sampled"):
+            with pytest.raises(
+                NodeError, match=r"(step 1|rank [01]) failed.*no token was sampled"
+            ):
                 steps.result()
 
 
@@ -267,7 +308,10 @@ def test_a_killed_worker_wakes_the_loop_with_a_node_error(kind, victim):
 
 @pytest.mark.parametrize(
     "module",
-    [worker_executor.WORKER, pytest.param(gloo_worker.__name__, marks=pytest.mark.release)],
+    [
+        worker_executor.WORKER,
+        pytest.param(gloo_worker.__name__, marks=pytest.mark.release),
+    ],
 )
 def test_a_rank_that_dies_inside_a_step_ends_the_others_wait(module, monkeypatch):
     monkeypatch.setattr(worker_executor, "WORKER", module)
@@ -300,10 +344,13 @@ def test_a_rank_that_waits_for_a_dead_one_for_ever_is_ended_without_the_grace_of
         os.kill(waiting, 0)
 
 
-def test_ranks_of_a_process_group_compute_alike_and_leave_it_when_they_end(expected, monkeypatch):
+def test_ranks_of_a_process_group_compute_alike_and_leave_it_when_they_end(
+    expected, monkeypatch
+):
     """Over gloo; a group that is not left keeps NCCL waiting at the exit."""
     monkeypatch.setattr(worker_executor, "WORKER", gloo_worker.__name__)
-    monkeypatch.setattr(worker_executor, "GRACE_S", 60.0)  # a busy machine takes more than 3 s
+    # A busy machine takes more than 3 s.
+    monkeypatch.setattr(worker_executor, "GRACE_S", 60.0)
     with started("two ranks") as (executor, info):
         assert isinstance(executor, WorkerExecutor)
         steps = Steps(executor)
@@ -368,7 +415,11 @@ def test_blocks_read_through_the_ports_continue_a_prompt_elsewhere(kind, expecte
             owner = PeerRank(SOURCE, rank)
             block_bytes = info.layout.block_bytes
             whole = BlockSlice(0, 0, block_bytes)
-            port.send(AddPeer(owner, "shm", info.ranks[rank], info.num_blocks, block_bytes, whole))
+            port.send(
+                AddPeer(
+                    owner, "shm", info.ranks[rank], info.num_blocks, block_bytes, whole
+                )
+            )
             assert isinstance(event_of(port), PeerUp)
             port.send(Read(1, owner, remote, local, generations))
             ended = event_of(port)
@@ -400,7 +451,9 @@ class ScriptedRank:
 def test_the_progress_of_every_rank_is_the_progress_of_the_start(monkeypatch):
     """A node ended whose first rank had loaded, while another one still did."""
     monkeypatch.setattr(worker_executor, "_RankProcess", ScriptedRank)
-    executor = WorkerExecutor(config_of("two ranks", node={"start_timeout_s": 2.0}), SOURCE)
+    executor = WorkerExecutor(
+        config_of("two ranks", node={"start_timeout_s": 2.0}), SOURCE
+    )
 
     def progress(phase: str, done: int, total: int) -> None:
         if (phase, done, total) == ("start", 3, 10):
@@ -424,7 +477,9 @@ def test_an_adapter_that_cannot_take_effect_ends_no_step(monkeypatch):
         executor_of("in process", config_of("in process", folder, model=room))
     ) as executor:
         executor.start(no_progress)
-        executor.load_adapter(AdapterLoad("mine", str(write_adapter(folder, rank=4)), 0))
+        executor.load_adapter(
+            AdapterLoad("mine", str(write_adapter(folder, rank=4)), 0)
+        )
         while (outcome := executor.poll_adapter()) is None:
             assert readable(executor.fileno()), "the load has no outcome"
             assert executor.poll() is None
@@ -464,5 +519,6 @@ def test_an_adapter_is_loaded_while_steps_run(kind):
         executor.start(no_progress)
         steps = Steps(executor)
         assert (
-            "allow_runtime_lora_updating" in outcome_of(AdapterLoad("a", str(adapter), 0)).problem
+            "allow_runtime_lora_updating"
+            in outcome_of(AdapterLoad("a", str(adapter), 0)).problem
         )

@@ -92,7 +92,9 @@ def test_a_dialer_tries_each_key_of_its_file(tmp_path):
     for number, keys in enumerate((old, new)):
         (tmp_path / str(number)).mkdir()
         with ends(tmp_path / str(number), "ipc", keys) as pair:
-            until_connected(pair.dial("d0", keys=load_keys(KeysConfig(str(both)))), pair)
+            until_connected(
+                pair.dial("d0", keys=load_keys(KeysConfig(str(both)))), pair
+            )
 
 
 def test_a_dialer_that_was_refused_gets_through_when_the_listener_has_its_key(tmp_path):
@@ -140,7 +142,9 @@ def test_no_channel_leaves_this_host_without_a_key(tmp_path):
         pair.dial("far", REMOTE, Keys(is_insecure=True))
         pair.dial("farther", REMOTE, new_key(tmp_path))
         pair.keys = Keys(is_insecure=True)
-        open_to_all = Listener("tcp://0.0.0.0", peer_codec(), peer_codec(), pair.context, pair.keys)
+        open_to_all = Listener(
+            "tcp://0.0.0.0", peer_codec(), peer_codec(), pair.context, pair.keys
+        )
         open_to_all.close()
 
 
@@ -155,7 +159,10 @@ def test_no_channel_leaves_this_host_without_a_key(tmp_path):
 def test_a_process_that_would_trust_other_hosts_says_what_to_do(words, capsys):
     assert main([*words, "--model", str(model_folder("qwen3"))]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert all(hint in line for hint in ("beyond this host", "baton keygen FILE", "--keys FILE"))
+    assert all(
+        hint in line
+        for hint in ("beyond this host", "baton keygen FILE", "--keys FILE")
+    )
 
 
 def test_a_new_key_is_for_its_owner_alone(tmp_path, capsys):

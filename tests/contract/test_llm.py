@@ -9,11 +9,24 @@ from typing import Any
 
 import pytest
 
-from baton import LLM, AsyncLLM, LoRARequest, RequestOutput, RequestOutputKind, SamplingParams
+from baton import (
+    LLM,
+    AsyncLLM,
+    LoRARequest,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+)
 from baton.async_llm import Launcher
 from baton.deploy.model_folder import CHECKPOINT
 from baton.protocol.config import ClusterConfig
-from baton.protocol.errors import BatonError, Cancelled, ConfigError, NodeError, RequestError
+from baton.protocol.errors import (
+    BatonError,
+    Cancelled,
+    ConfigError,
+    NodeError,
+    RequestError,
+)
 from tests.support.adapters import write_adapter
 from tests.support.async_tests import on_a_loop
 from tests.support.scripted_nodes import toy_answer
@@ -41,7 +54,9 @@ def test_prompts_may_be_text_ids_or_dicts_alone_or_in_lists(tmp_path):
             llm.generate("xyz", GREEDY, use_tqdm=False),
             llm.generate(ids, GREEDY, use_tqdm=False),
             llm.generate([{"prompt_token_ids": ids}], GREEDY, use_tqdm=False),
-            llm.generate({"prompt_token_ids": ids, "prompt": "shown"}, GREEDY, use_tqdm=False),
+            llm.generate(
+                {"prompt_token_ids": ids, "prompt": "shown"}, GREEDY, use_tqdm=False
+            ),
         ]
         for (output,) in forms:
             assert output.outputs[0].token_ids == toy_answer(ids, 6)
@@ -51,7 +66,9 @@ def test_prompts_may_be_text_ids_or_dicts_alone_or_in_lists(tmp_path):
         assert len(llm.generate("xyz", use_tqdm=False)[0].outputs[0].token_ids) == 16
 
 
-def test_the_progress_bar_is_shown_on_the_error_stream_only_when_wanted(tmp_path, capsys):
+def test_the_progress_bar_is_shown_on_the_error_stream_only_when_wanted(
+    tmp_path, capsys
+):
     with toy_llm(tmp_path) as llm:
         llm.generate(["xyz", "q"], GREEDY)
         shown = capsys.readouterr()
@@ -74,7 +91,9 @@ def test_a_bad_prompt_is_an_error_and_the_next_call_works(tmp_path):
         for prompts, text in BAD_PROMPTS:
             with pytest.raises(RequestError, match=text):
                 llm.generate(prompts, GREEDY, use_tqdm=False)
-        with pytest.raises(RequestError, match="sampling_params must be SamplingParams"):
+        with pytest.raises(
+            RequestError, match="sampling_params must be SamplingParams"
+        ):
             llm.generate("a", {"max_tokens": 5}, use_tqdm=False)
         with pytest.raises(ValueError, match="2 prompts"):
             llm.generate(["a", "b"], [GREEDY], use_tqdm=False)
@@ -104,7 +123,9 @@ def test_a_seed_of_the_constructor_repeats_the_seeds_of_requests(tmp_path):
             return clusters[0]
 
         with LLM(toy_model(tmp_path), seed=seed, launcher=launch) as llm:
-            params = [SamplingParams(max_tokens=2, seed=given) for given in (None, 5, None)]
+            params = [
+                SamplingParams(max_tokens=2, seed=given) for given in (None, 5, None)
+            ]
             llm.generate([[1, 2], [3, 4], [5, 6]], params, use_tqdm=False)
         return [order.sampling.seed for order in clusters[0].decode_orders()]
 
@@ -115,11 +136,18 @@ def test_a_seed_of_the_constructor_repeats_the_seeds_of_requests(tmp_path):
 
 
 def test_defaults_come_from_the_checkpoint_and_given_params_stand_alone(tmp_path):
-    defaults = {"temperature": 0.6, "top_k": 20, "max_new_tokens": 3, "repetition_penalty": 1.05}
+    defaults = {
+        "temperature": 0.6,
+        "top_k": 20,
+        "max_new_tokens": 3,
+        "repetition_penalty": 1.05,
+    }
     path = toy_model(tmp_path) / "generation_config.json"
     path.write_text(json.dumps({**defaults, "eos_token_id": 2, "top_p": None}))
     with LLM(path.parent, launcher=ToyCluster) as llm:
-        expected = SamplingParams(temperature=0.6, top_k=20, max_tokens=3, repetition_penalty=1.05)
+        expected = SamplingParams(
+            temperature=0.6, top_k=20, max_tokens=3, repetition_penalty=1.05
+        )
         assert llm.get_default_sampling_params() == expected
         (by_default,) = llm.generate([1, 2], use_tqdm=False)
         (given,) = llm.generate([1, 2], SamplingParams(), use_tqdm=False)
@@ -146,12 +174,25 @@ def test_the_tokenizer_needs_no_event_loop(tmp_path):
             tokenizer.apply_chat_template(TALK)
         (model / "chat_template.jinja").write_text(TEMPLATE)
         ids = tokenizer.encode("hello world")
-        assert (tokenizer.decode(ids), tokenizer.decode(ids[0])) == ("hello world", "hello")
+        assert (tokenizer.decode(ids), tokenizer.decode(ids[0])) == (
+            "hello world",
+            "hello",
+        )
         end = tokenizer.encode(END)
-        assert (tokenizer.decode(end), tokenizer.decode(end, skip_special_tokens=True)) == (END, "")
-        assert tokenizer.apply_chat_template(TALK, tokenize=False) == "[system]be[user]hello"
-        parts = [{"role": "user", "content": [{"type": "text", "text": t} for t in "ab"]}]
-        asked = tokenizer.apply_chat_template(parts, add_generation_prompt=True, mood="!")
+        assert (
+            tokenizer.decode(end),
+            tokenizer.decode(end, skip_special_tokens=True),
+        ) == (END, "")
+        assert (
+            tokenizer.apply_chat_template(TALK, tokenize=False)
+            == "[system]be[user]hello"
+        )
+        parts = [
+            {"role": "user", "content": [{"type": "text", "text": t} for t in "ab"]}
+        ]
+        asked = tokenizer.apply_chat_template(
+            parts, add_generation_prompt=True, mood="!"
+        )
         assert asked == tokenizer.encode("[user]a\nb[bot]!", add_special_tokens=False)
         with pytest.raises(RequestError):
             tokenizer.apply_chat_template([{"role": "user", "content": 5}])
@@ -192,7 +233,9 @@ async def test_an_async_llm_is_ready_inside_its_context_and_gone_after_it(tmp_pa
 @on_a_loop
 async def test_adapters_may_be_added_at_once_and_none_while_a_request_begins(tmp_path):
     one, other, third = (
-        LoRARequest(name, lora_path=str(write_adapter(CHECKPOINT, ("q_proj",), seed=seed)))
+        LoRARequest(
+            name, lora_path=str(write_adapter(CHECKPOINT, ("q_proj",), seed=seed))
+        )
         for seed, name in enumerate(("one", "other", "third"))
     )
     launchers = iter([ToyCluster, ToyCluster, ToyCluster, BrokenCluster])

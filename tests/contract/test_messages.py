@@ -30,7 +30,9 @@ CODECS: dict[str, Codec[Any]] = {
     "ToRouter": to_router_codec(),
     "PeerMessage": peer_codec(),
 }
-LINES = [line.split() for line in GOLDEN.read_text().splitlines() if not line.startswith("#")]
+LINES = [
+    line.split() for line in GOLDEN.read_text().splitlines() if not line.startswith("#")
+]
 CASES = [(union, bytes.fromhex(data)) for union, _, data in LINES]
 
 
@@ -52,7 +54,9 @@ def test_every_message_is_written_as_it_always_was():
 
 def test_there_is_an_example_of_every_message():
     for union in CODECS:
-        members = {member.__name__ for member in typing.get_args(getattr(messages, union))}
+        members = {
+            member.__name__ for member in typing.get_args(getattr(messages, union))
+        }
         assert {name for known, name, _ in LINES if known == union} == members
 
 
@@ -72,7 +76,9 @@ def test_every_field_differs_from_its_default_in_some_example():
 def test_a_field_of_a_newer_version_is_ignored():
     for union, data in CASES:
         newer = msgspec.msgpack.decode(data) | {"added_later": [1, {"more": None}]}
-        assert CODECS[union].decode(msgspec.msgpack.encode(newer)) == CODECS[union].decode(data)
+        assert CODECS[union].decode(msgspec.msgpack.encode(newer)) == CODECS[
+            union
+        ].decode(data)
 
 
 def test_a_message_that_was_cut_is_malformed():
@@ -107,7 +113,9 @@ def with_one_changed(value: object, number: int) -> Iterator[object]:
         yield number
     elif isinstance(value, dict):
         for key, part in value.items():
-            yield from ({**value, key: changed} for changed in with_one_changed(part, number))
+            yield from (
+                {**value, key: changed} for changed in with_one_changed(part, number)
+            )
     elif isinstance(value, list):
         for at, part in enumerate(value):
             for changed in with_one_changed(part, number):
@@ -124,7 +132,9 @@ def test_no_integer_of_a_message_can_be_out_of_range():
 
 @pytest.mark.parametrize("kind", ["Prefill", "Decode"])
 def test_a_request_that_cannot_be_read_can_be_refused_by_its_key(kind):
-    examples = {name: bytes.fromhex(data) for union, name, data in LINES if union == "ToNode"}
+    examples = {
+        name: bytes.fromhex(data) for union, name, data in LINES if union == "ToNode"
+    }
     data = examples[kind]
     inbox = NodeInbox()
     plain = msgspec.msgpack.decode(data)

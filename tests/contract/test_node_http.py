@@ -23,7 +23,9 @@ from tests.support.scripted_nodes import node_info
 from tests.support.virtual_clock import VirtualClock
 
 INFO = node_info("d0", "decode")
-REFUSED = RouterStanding("tcp://r1:1", "refused", "another process uses the id d0 at this router")
+REFUSED = RouterStanding(
+    "tcp://r1:1", "refused", "another process uses the id d0 at this router"
+)
 
 
 class Bench:
@@ -31,7 +33,12 @@ class Bench:
         self.vitals, self.clock = Vitals(), VirtualClock(100.0)
         self.routers = (RouterStanding("tcp://r0:1", "in service"), REFUSED)
         self.http = NodeHttp(
-            self.vitals, self.clock, ("d0", "decode"), "tiny", lambda: INFO, lambda: self.routers
+            self.vitals,
+            self.clock,
+            ("d0", "decode"),
+            "tiny",
+            lambda: INFO,
+            lambda: self.routers,
         )
         self.http.start("127.0.0.1:0")
 
@@ -75,7 +82,8 @@ def test_a_loop_or_a_step_that_hangs_makes_a_node_dead(bench):
     bench.vitals.note(step_started_s=bench.clock(), predicted_s=5.0)
     bench.clock.advance(DEAD_S + 1.0)
     bench.vitals.note(turned_s=bench.clock())
-    assert bench.status("/live") == (200, "live")  # such a step was predicted to be long
+    # Such a step was predicted to be long.
+    assert bench.status("/live") == (200, "live")
     bench.vitals.note(step_started_s=bench.clock() - DEAD_S - 1.0, predicted_s=0.1)
     assert bench.status("/live") == (503, "a step of the model hangs")
 
@@ -86,7 +94,9 @@ def test_a_node_shows_its_own_counts_in_the_families_of_nodes(bench):
     code, text = bench.get("/metrics")
     assert code == 200
     found = {family.name: family for family in text_string_to_metric_families(text)}
-    assert {one.name for one in NODE_FAMILIES} == {name for name in found if "baton_" in name}
+    assert {one.name for one in NODE_FAMILIES} == {
+        name for name in found if "baton_" in name
+    }
     (steps,) = found["baton_node_steps"].samples
     assert steps.value == 7
     assert steps.labels == {"model_name": "tiny", "node": "d0", "role": "decode"}
@@ -122,9 +132,13 @@ def test_connections_that_say_nothing_make_room_for_probes(bench):
         link.close()
 
 
-@pytest.mark.parametrize("address", ["9100", "127.0.0.1:", "127.0.0.1:99999", "no.such.host:1"])
+@pytest.mark.parametrize(
+    "address", ["9100", "127.0.0.1:", "127.0.0.1:99999", "no.such.host:1"]
+)
 def test_an_address_that_cannot_be_served_is_named(address):
-    http = NodeHttp(Vitals(), VirtualClock(), ("d0", "decode"), "tiny", lambda: None, lambda: ())
+    http = NodeHttp(
+        Vitals(), VirtualClock(), ("d0", "decode"), "tiny", lambda: None, lambda: ()
+    )
     with pytest.raises(ConfigError, match=r"node\.http"):
         http.start(address)
     http.stop()
@@ -134,7 +148,9 @@ NODE = NodeId("d0")
 EPOCH = Epoch("e")
 
 
-def thread(vitals: Vitals, *endpoints: str, clock: Clock = monotonic) -> HeartbeatThread:
+def thread(
+    vitals: Vitals, *endpoints: str, clock: Clock = monotonic
+) -> HeartbeatThread:
     return HeartbeatThread(vitals, NODE, EPOCH, endpoints, clock)
 
 
@@ -167,7 +183,9 @@ def test_a_loop_that_hangs_outside_of_a_step_shows_in_the_heartbeats():
     vitals.note(is_ready=True)
     vitals.note(turned_s=clock())
     clock.advance(12.0)
-    assert heartbeats.message(clock()) == Heartbeat(NODE, EPOCH, Load(), loop_age_s=12.0)
+    assert heartbeats.message(clock()) == Heartbeat(
+        NODE, EPOCH, Load(), loop_age_s=12.0
+    )
     vitals.note(turned_s=clock())
     assert heartbeats.message(clock()) == Heartbeat(NODE, EPOCH, Load())
 
@@ -177,7 +195,8 @@ def test_a_process_that_stood_still_as_a_whole_does_not_say_that_its_loop_hangs(
     vitals = Vitals()
     heartbeats = thread(vitals, clock=clock)
     vitals.note(is_ready=True, turned_s=clock(), step_started_s=clock())
-    heartbeats.note_running(clock.advance(25.0))  # this thread is the first that goes on
+    # This thread is the first that goes on.
+    heartbeats.note_running(clock.advance(25.0))
     assert heartbeats.message(clock()) == Heartbeat(NODE, EPOCH, Load())
     for _ in range(11):
         heartbeats.note_running(clock.advance(1.0))
@@ -201,5 +220,7 @@ def test_heartbeats_reach_the_router_without_the_loop(tmp_path):
         finally:
             heartbeats.stop()
             heartbeats.stop()
-        while (heard := pair.hear(1)) != [Received(b"heartbeats:d0", None, disconnected=True)]:
+        while (heard := pair.hear(1)) != [
+            Received(b"heartbeats:d0", None, disconnected=True)
+        ]:
             assert heard == [Received(b"heartbeats:d0", heartbeat)]

@@ -23,7 +23,9 @@ def serving() -> Callable[[AsyncTest], Test]:
     def run(use: AsyncTest, folder: Path) -> None:
         async def go(bench: RouterBench) -> None:
             await bench.toy_pair()
-            async with HttpBench(bench.router, ClusterConfig(router=REMOTE), TEMPLATE) as http:
+            async with HttpBench(
+                bench.router, ClusterConfig(router=REMOTE), TEMPLATE
+            ) as http:
                 await use(http)
             await bench.settled()
 
@@ -89,13 +91,18 @@ async def test_the_async_client_streams_choices_with_usage(http):
 async def test_chats_work_whole_and_streamed(http):
     async with async_client(http) as client:
         whole = await client.chat.completions.create(
-            model="", messages=[{"role": "user", "content": "xyz"}], max_completion_tokens=8
+            model="",
+            messages=[{"role": "user", "content": "xyz"}],
+            max_completion_tokens=8,
         )
         expected = text_of(toy_answer(TEXT.encode_now("xyz"), 8))
         assert whole.choices[0].message.content == expected
         streamed = ""
         async for chunk in await client.chat.completions.create(
-            model="", messages=[{"role": "user", "content": "xyz"}], max_tokens=8, stream=True
+            model="",
+            messages=[{"role": "user", "content": "xyz"}],
+            max_tokens=8,
+            stream=True,
         ):
             streamed += chunk.choices[0].delta.content or ""
         assert streamed == expected

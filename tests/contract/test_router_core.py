@@ -4,7 +4,13 @@ import msgspec
 import pytest
 
 from baton.protocol.config import RouterConfig
-from baton.protocol.errors import BatonError, Cancelled, Failure, Overloaded, RequestError
+from baton.protocol.errors import (
+    BatonError,
+    Cancelled,
+    Failure,
+    Overloaded,
+    RequestError,
+)
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import (
     Accepted,
@@ -44,7 +50,10 @@ async def test_both_nodes_are_told_at_once_and_the_response_comes_back(bench):
     assert output.metrics.first_step_s == 0.25
     assert output.metrics.num_attempts == 1
     await bench.until(lambda: bool(prefill.orders))
-    assert [type(order) for order in (*prefill.orders, *decode.orders)] == [Prefill, Decode]
+    assert [type(order) for order in (*prefill.orders, *decode.orders)] == [
+        Prefill,
+        Decode,
+    ]
     assert prefill.orders[0].key == decode.orders[0].key
     await bench.settled()
 
@@ -55,7 +64,10 @@ async def test_a_form_is_refused_at_once_where_no_node_could_hold_it(bench):
     form = StructuredOutputsParams(choice=["yes", "no"])
     with pytest.raises(RequestError, match="tokenizer allows no form") as caught:
         await bench.router.submit(PROMPT, SamplingParams(structured_outputs=form))
-    assert (caught.value.code, caught.value.param) == ("unsupported", "structured_outputs")
+    assert (caught.value.code, caught.value.param) == (
+        "unsupported",
+        "structured_outputs",
+    )
     assert not prefill.orders + decode.orders
     await whole(bench.router)
 
@@ -94,11 +106,15 @@ async def test_no_token_reaches_the_client_before_decode_has_accepted(bench):
 
 
 @routed(RouterConfig(max_inflight=1, max_queued=2))
-async def test_a_full_queue_takes_a_client_for_whom_the_last_of_another_gives_way(bench):
+async def test_a_full_queue_takes_a_client_for_whom_the_last_of_another_gives_way(
+    bench,
+):
     await bench.pair()
     flood = Caller(tenant=Tenant("flood"))
     polite = Caller(tenant=Tenant("polite"))
-    streams = [await bench.router.submit(PROMPT, GREEDY, caller=flood) for _ in range(3)]
+    streams = [
+        await bench.router.submit(PROMPT, GREEDY, caller=flood) for _ in range(3)
+    ]
     with pytest.raises(Overloaded, match="2 requests are waiting already"):
         await bench.router.submit(PROMPT, GREEDY, caller=flood)
     streams.append(await bench.router.submit(PROMPT, GREEDY, caller=polite))
@@ -125,7 +141,9 @@ async def test_output_kinds_agree(bench):
     assert [i for delta in deltas for i in delta.token_ids] == final.token_ids
     assert "".join(delta.text for delta in deltas) == final.text
     assert all(o[0].prompt == "xyz" for o in outputs.values())
-    assert [o.finished for o in outputs["delta"]] == [False] * (len(deltas) - 1) + [True]
+    assert [o.finished for o in outputs["delta"]] == [False] * (len(deltas) - 1) + [
+        True
+    ]
 
 
 @routed()
@@ -210,7 +228,9 @@ async def test_the_nodes_of_a_request_that_met_a_bug_stop_at_once(bench, monkeyp
     order = await nodes[0].hear(Prefill)
     step = Lifecycle.step
 
-    def broken(lifecycle: Lifecycle, now_s: float, event: object, node: NodeId) -> object:
+    def broken(
+        lifecycle: Lifecycle, now_s: float, event: object, node: NodeId
+    ) -> object:
         if isinstance(event, InProgress):
             raise ValueError("a bug")
         return step(lifecycle, now_s, event, node)
@@ -261,7 +281,11 @@ async def test_a_cluster_without_decode_nodes_says_what_it_cannot_do(bench):
     with pytest.raises(RequestError, match="it makes tokens and embeddings") as refused:
         await bench.router.pool(PROMPT, "classify")
     assert refused.value.code == "unsupported"
-    for ids, text in (([], "empty"), ([VOCAB_SIZE], "token ids must"), ([1] * 201, "too long")):
+    for ids, text in (
+        ([], "empty"),
+        ([VOCAB_SIZE], "token ids must"),
+        ([1] * 201, "too long"),
+    ):
         with pytest.raises(RequestError, match=text):
             await bench.router.pool(ids, "last")
     longest = await bench.router.pool([1] * 200, "last")
@@ -276,7 +300,9 @@ async def test_a_cluster_without_decode_nodes_says_what_it_cannot_do(bench):
 async def test_a_model_that_makes_no_tokens_is_ready_without_decode_nodes(bench):
     await bench.scripted(embedding_node("p0", generates=False))
     assert bench.core.health().status == "ready"
-    with pytest.raises(RequestError, match="cannot be asked for tokens: it makes embeddings"):
+    with pytest.raises(
+        RequestError, match="cannot be asked for tokens: it makes embeddings"
+    ):
         await bench.router.submit(PROMPT, GREEDY)
     other = ScriptedNode(bench.endpoint, embedding_node("p1"))  # with other settings
     bench.nodes.append(other)

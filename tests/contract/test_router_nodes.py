@@ -35,8 +35,21 @@ from baton.runtime.channels.listener import Channels
 from baton.runtime.channels.wire import HEADER, RESET, new_identity
 from tests.support.channel_ends import bare, encoded, frame
 from tests.support.http_bench import HttpBench
-from tests.support.router_bench import GREEDY, PROMPT, RouterBench, collected, routed, whole
-from tests.support.scripted_nodes import BLOCK_SIZE, ScriptedNode, hello_of, node_info, toy_answer
+from tests.support.router_bench import (
+    GREEDY,
+    PROMPT,
+    RouterBench,
+    collected,
+    routed,
+    whole,
+)
+from tests.support.scripted_nodes import (
+    BLOCK_SIZE,
+    ScriptedNode,
+    hello_of,
+    node_info,
+    toy_answer,
+)
 
 
 @routed()
@@ -55,7 +68,9 @@ async def test_a_decode_node_that_dies_is_replaced_without_a_seam(bench):
     assert [part.token_ids for part in outputs[-1].outputs] == expected
     assert outputs[-1].metrics.resumed
     resumes = [order for order in other.orders if order.key.attempt == 1]
-    assert [(order.num_choices, order.num_prompt_tokens) for order in resumes] == [(1, 6)] * 2
+    assert [(order.num_choices, order.num_prompt_tokens) for order in resumes] == [
+        (1, 6)
+    ] * 2
     assert all(len(order.token_ids) == 9 for order in resumes)
     await bench.settled()
 
@@ -71,24 +86,34 @@ async def test_nodes_hear_of_their_peers_each_time_the_set_changes(bench):
 
 
 @routed(RouterConfig(local_prefill_tokens=4))
-async def test_a_router_sends_prompts_where_they_are_cached_and_asks_again_after_a_gap(bench):
+async def test_a_router_sends_prompts_where_they_are_cached_and_asks_again_after_a_gap(
+    bench,
+):
     prompt = list(range(1, 41))
     hashes = block_hashes(prompt, BLOCK_SIZE)
     await bench.toy(node_info("p0", "prefill"))
-    decodes = [await bench.toy(node_info(f"d{number}", "decode")) for number in range(2)]
+    decodes = [
+        await bench.toy(node_info(f"d{number}", "decode")) for number in range(2)
+    ]
     await decodes[1].hear(WatchCache)
     decodes[1].say(CacheChanges(0, pack_keys(hashes[:4])))
     decodes[1].say(CacheChanges(1, pack_keys(hashes[4:])))
     caches = bench.core.registry.caches
     await bench.until(lambda: caches.num_blocks(NodeId("d1")) == len(hashes))
     output = await whole(bench.router, prompt=prompt)
-    assert (output.metrics.path, output.metrics.num_predicted_tokens) == ("local_prefill", 36)
+    assert (output.metrics.path, output.metrics.num_predicted_tokens) == (
+        "local_prefill",
+        36,
+    )
     (order,) = decodes[1].orders
     assert isinstance(order, Decode)
     assert order.max_uncached_tokens == 8
     decodes[1].say(CacheChanges(3, removed=pack_keys(hashes[-1:])))
     await decodes[1].hear(WatchCache)
-    assert (caches.num_blocks(NodeId("d1")), bench.core.health().num_cache_gaps) == (0, 1)
+    assert (caches.num_blocks(NodeId("d1")), bench.core.health().num_cache_gaps) == (
+        0,
+        1,
+    )
     assert (await whole(bench.router, prompt=prompt)).metrics.path == "disaggregated"
     decodes[1].say(CacheChanges(0, pack_keys(hashes)))
     await bench.until(lambda: caches.num_blocks(NodeId("d1")) == len(hashes))
@@ -105,9 +130,13 @@ async def test_prompts_are_looked_for_in_caches_by_their_salt(bench):
     await decode.hear(WatchCache)
     hashes = block_hashes(prompt, BLOCK_SIZE, root=Scope(cache_salt="mine").root)
     decode.say(CacheChanges(0, pack_keys(hashes)))
-    await bench.until(lambda: bench.core.registry.caches.num_blocks(NodeId("d0")) == len(hashes))
+    await bench.until(
+        lambda: bench.core.registry.caches.num_blocks(NodeId("d0")) == len(hashes)
+    )
     for salt, num_cached in (("mine", 36), ("yours", 0), ("", 0)):
-        stream = await bench.router.submit(prompt, GREEDY, caller=Caller(Scope(cache_salt=salt)))
+        stream = await bench.router.submit(
+            prompt, GREEDY, caller=Caller(Scope(cache_salt=salt))
+        )
         output = await collected(stream)
         assert output.metrics.num_predicted_tokens == num_cached
 
@@ -118,7 +147,9 @@ async def test_prefix_caches_are_reset_on_every_node_if_the_setting_allows_it(be
     for is_on in (False, True):
         config = ClusterConfig(router=RouterConfig(dev_endpoints=is_on))
         async with HttpBench(bench.router, config) as http:
-            assert (await http.post({}, "/reset_prefix_cache")).status == (200 if is_on else 404)
+            assert (await http.post({}, "/reset_prefix_cache")).status == (
+                200 if is_on else 404
+            )
             for path in ("/reset_prefix_cache", "/start_profile", "/stop_profile"):
                 page = await http.post({}, path, Origin="http://127.0.0.1:3000")
                 assert page.status == (403 if is_on else 404)
@@ -128,7 +159,9 @@ async def test_prefix_caches_are_reset_on_every_node_if_the_setting_allows_it(be
 
 
 @routed()
-async def test_a_profile_is_begun_once_and_ended_once_at_the_nodes_that_still_record_it(bench):
+async def test_a_profile_is_begun_once_and_ended_once_at_the_nodes_that_still_record_it(
+    bench,
+):
     prefill, decode = await bench.pair()
     config = ClusterConfig(router=RouterConfig(dev_endpoints=True))
     async with HttpBench(bench.router, config) as http:
@@ -143,11 +176,17 @@ async def test_a_profile_is_begun_once_and_ended_once_at_the_nodes_that_still_re
         begun = await asked("/start_profile")
         assert (set(begun["nodes"]), begun["lost"]) == ({"p0", "d0"}, [])
         assert (await decode.hear(Profile)).name == begun["name"]
-        assert (await asked("/start_profile", 400))["error"]["code"] == "profile_running"
+        assert (await asked("/start_profile", 400))["error"][
+            "code"
+        ] == "profile_running"
         prefill.die()
         await bench.until(lambda: bench.core.registry.node(NodeId("p0")) is None)
         again = await bench.scripted(node_info("p0", "prefill", epoch="another"))
-        assert await asked("/stop_profile") == {**begun, "nodes": ["d0"], "lost": ["p0"]}
+        assert await asked("/stop_profile") == {
+            **begun,
+            "nodes": ["d0"],
+            "lost": ["p0"],
+        }
         assert (await decode.hear(Profile)).name == ""
         assert not any(isinstance(message, Profile) for message in again.heard)
         assert (await asked("/start_profile"))["name"] != begun["name"]
@@ -157,7 +196,9 @@ async def test_a_profile_is_begun_once_and_ended_once_at_the_nodes_that_still_re
 async def test_a_router_that_goes_by_load_alone_asks_for_no_caches(bench):
     prefill, decode = await bench.toy_pair()
     assert (await whole(bench.router)).finished
-    assert not any(isinstance(message, WatchCache) for message in prefill.heard + decode.heard)
+    assert not any(
+        isinstance(message, WatchCache) for message in prefill.heard + decode.heard
+    )
 
 
 @routed()
@@ -172,7 +213,8 @@ async def test_a_second_process_of_one_name_is_refused_and_the_first_serves_on(b
     stream.close()
     decode.die()
     await bench.until(lambda: not bench.core.registry.in_service("decode"))
-    await bench.scripted(node_info("d0", "decode", epoch="another"))  # the name is free again
+    # The name is free again.
+    await bench.scripted(node_info("d0", "decode", epoch="another"))
 
 
 @routed()
@@ -200,7 +242,9 @@ async def test_a_successor_is_taken_in_although_the_router_reads_late(bench):
     successor.join()
     time.sleep(0.5)  # noqa: ASYNC251  (the router's loop stands still)
     await bench.until(
-        lambda: [n.epoch for n in bench.core.registry.in_service("decode")] == ["another"]
+        lambda: (
+            [n.epoch for n in bench.core.registry.in_service("decode")] == ["another"]
+        )
     )
 
 
@@ -211,7 +255,10 @@ async def test_of_two_connections_of_a_process_the_one_that_is_not_taken_is_told
     introduction = to_router_codec().encode(hello_of(info))
     registry = bench.core.registry
     identities = new_identity(b"d0"), new_identity(b"d0")
-    with bare(bench.endpoint, identities[0]) as newer, bare(bench.endpoint, identities[1]) as older:
+    with (
+        bare(bench.endpoint, identities[0]) as newer,
+        bare(bench.endpoint, identities[1]) as older,
+    ):
         newer.send(frame(7, 0, introduction))
         await bench.until(lambda: registry.node(info.node_id) is not None)
         older.send(frame(8, 0, introduction))
@@ -228,7 +275,9 @@ async def until_silent(bench: RouterBench, silent: str, *others: ScriptedNode) -
     """Move the clock until that decode node is out; the others are heard every second."""
 
     def ages() -> list[float]:
-        return [n.heartbeat_age_s for n in bench.core.health().nodes if n.node_id != silent]
+        return [
+            n.heartbeat_age_s for n in bench.core.health().nodes if n.node_id != silent
+        ]
 
     while silent in [node.node_id for node in bench.core.registry.in_service("decode")]:
         bench.clock.advance(1.0)
@@ -261,14 +310,18 @@ async def test_a_router_that_stood_still_itself_calls_a_silent_node_slow(bench):
     bench.clock.advance(3.8)
     time.sleep(1.0)  # noqa: ASYNC251  (the router's loop stands still)
     await asyncio.sleep(0.1)
-    assert {(n.state, n.heartbeat_age_s) for n in bench.core.health().nodes} == {("degraded", 3.8)}
+    assert {(n.state, n.heartbeat_age_s) for n in bench.core.health().nodes} == {
+        ("degraded", 3.8)
+    }
     assert len(bench.core.registry.in_service("decode")) == 1
     bench.clock.advance(3.8)
     await bench.until(lambda: not bench.core.registry.in_service("decode"))
 
 
 @routed()
-async def test_a_head_that_no_node_in_service_can_hold_lets_smaller_requests_pass(bench):
+async def test_a_head_that_no_node_in_service_can_hold_lets_smaller_requests_pass(
+    bench,
+):
     """The largest pool is that of a node that is silent just now, so the request is no error."""
     prefill = await bench.toy(node_info("p0", "prefill"))
     small = await bench.toy(node_info("d0", "decode", num_blocks=8))
@@ -301,7 +354,11 @@ async def test_handoffs_that_fail_are_counted_for_the_pair_and_shown(bench, capl
     health = bench.core.health()
     ((pair,), reason) = health.pairs, health.message
     assert (health.status, pair.num_failures) == ("degraded", 1)
-    assert (pair.prefill_node, pair.decode_node, pair.reason) == ("p0", "d0", "no route")
+    assert (pair.prefill_node, pair.decode_node, pair.reason) == (
+        "p0",
+        "d0",
+        "no route",
+    )
     assert "no route" in reason
     lines = [record for record in caplog.records if "handoff failed" in record.message]
     assert len(lines) == 1
@@ -310,7 +367,9 @@ async def test_handoffs_that_fail_are_counted_for_the_pair_and_shown(bench, capl
 @routed()
 async def test_a_message_that_cannot_be_sent_takes_no_other_with_it(bench):
     _, decode = await bench.pair()
-    first, broken, last = (Cancel((Key(RequestId(name)),)) for name in ("a", "\ud800", "b"))
+    first, broken, last = (
+        Cancel((Key(RequestId(name)),)) for name in ("a", "\ud800", "b")
+    )
     bench.core._send(decode.info.node_id, first)
     with pytest.raises(UnicodeEncodeError):
         bench.core._send(decode.info.node_id, broken)
@@ -338,7 +397,8 @@ def test_a_backlog_is_read_one_batch_in_a_turn_of_the_loop(tmp_path):
                 node.send(frame(7, number, encoded(number)))
             while num_heard < num_messages:
                 before = num_batches
-                link.send(info.node_id, Cancel(()))  # sending signals what waits to be read again
+                # Sending signals what waits to be read again.
+                link.send(info.node_id, Cancel(()))
                 await asyncio.sleep(0)
                 counts.append(num_batches - before)
         link.close()

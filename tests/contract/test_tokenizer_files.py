@@ -46,7 +46,9 @@ CASES: list[tuple[dict[str, dict[str, object]], bool]] = [
 
 
 @pytest.mark.parametrize(("files", "is_taken"), CASES)
-def test_a_tokenizer_is_taken_where_transformers_reads_the_same(tmp_path, files, is_taken):
+def test_a_tokenizer_is_taken_where_transformers_reads_the_same(
+    tmp_path, files, is_taken
+):
     from transformers import AutoTokenizer
 
     write_tokenizer(tmp_path)
@@ -102,19 +104,34 @@ class TikTokenTokenizer(PreTrainedTokenizer):
         self.model = Encoding(pat_str=self.pat_str)
 '''
 # The tokens behind those of single bytes. `n` is never merged with a part of a Chinese character.
-KIMI_MERGES = [b"th", b"the", b" the", b"en", b"12", b"n\xe4", "你".encode()[:2], "你".encode()]
+KIMI_MERGES = [
+    b"th",
+    b"the",
+    b" the",
+    b"en",
+    b"12",
+    b"n\xe4",
+    "你".encode()[:2],
+    "你".encode(),
+]
 
 
-def test_the_script_of_the_documents_writes_the_tokenizer_of_a_folder_with_tiktoken_alone(tmp_path):
+def test_the_script_of_the_documents_writes_the_tokenizer_of_a_folder_with_tiktoken_alone(
+    tmp_path,
+):
     ranks = [bytes([byte]) for byte in range(256)] + KIMI_MERGES
-    lines = [f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(ranks)]
+    lines = [
+        f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(ranks)
+    ]
     (tmp_path / "tiktoken.model").write_text("\n".join(lines) + "\n")
     (tmp_path / "tokenization_kimi.py").write_text(KIMI_CODE)
     first = len(ranks)
     call = NEW | {"content": "<|call|>", "special": False}
     decoder = {str(first): NEW, str(first + 3): call}
     (tmp_path / CONFIG).write_text(json.dumps({"added_tokens_decoder": decoder}))
-    with pytest.raises(ConfigError, match=r"tiktoken\.model alone; the script in docs/models\.md"):
+    with pytest.raises(
+        ConfigError, match=r"tiktoken\.model alone; the script in docs/models\.md"
+    ):
         Text.load(str(tmp_path))
     page = (REPOSITORY / "docs/models.md").read_text(encoding="utf-8")
     script = page.partition("```python\n")[2].partition("```")[0]
@@ -123,11 +140,16 @@ def test_the_script_of_the_documents_writes_the_tokenizer_of_a_folder_with_tikto
     ids = {token: rank for rank, token in enumerate(ranks)}
     expected = [
         *(ids[token] for token in (b"the", b" the", b" ", b"12", b"3", b"4")),
-        *(ids[token] for token in ("你".encode(), "你".encode(), b"the", b"n", "你".encode())),
+        *(
+            ids[token]
+            for token in ("你".encode(), "你".encode(), b"the", b"n", "你".encode())
+        ),
         first,
         first + 3,
         *(ids[bytes([byte])] for byte in "好".encode()),
     ]
     assert text.encode_now("the the 1234你你then你<|new|><|call|>好") == expected
-    assert text.decode(expected, skip_special_tokens=False).endswith("then你<|new|><|call|>好")
+    assert text.decode(expected, skip_special_tokens=False).endswith(
+        "then你<|new|><|call|>好"
+    )
     text.close()

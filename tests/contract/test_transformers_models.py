@@ -12,13 +12,21 @@ from baton.model.runner.rank import compute_path, is_batch_invariant, plan_rank
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError, NodeError
 from baton.runtime.fields import with_values
-from tests.support.compute import Text, compute_config, greedy, loaded, logits, needs_rules
+from tests.support.compute import (
+    Text,
+    compute_config,
+    greedy,
+    loaded,
+    logits,
+    needs_rules,
+)
 from tests.support.foreign_checkpoints import changed, foreign_folder, small_folder
 from tests.support.oracle import Expected, Oracle, count_ties, prompt
 
 pytestmark = pytest.mark.timeout(300)  # the first one imports transformers' modelling
 NUM_TOKENS = 20
-IMPL = {"model_impl": "transformers"}  # for the families that baton's own decoder has, too
+# For the families that baton's own decoder has, too.
+IMPL = {"model_impl": "transformers"}
 RUNS = ("qwen3_moe", "olmo2", "gemma3_text", "gpt_oss")
 OTHERS = (
     "deepseek_v3",
@@ -42,7 +50,9 @@ REFUSED = {
 def settings(kind: str, dtype: str = "auto", **model: object) -> ClusterConfig:
     config = compute_config(foreign_folder(kind), dtype)
     model = {**IMPL, **model}
-    return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, **model))
+    return msgspec.structs.replace(
+        config, model=msgspec.structs.replace(config.model, **model)
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,9 +74,12 @@ def said(config: ClusterConfig, expected: Expected) -> int:
 
 
 @pytest.mark.parametrize(
-    "kind", ["qwen3_moe", "olmo2", pytest.param("deepseek_v3", marks=pytest.mark.release)]
+    "kind",
+    ["qwen3_moe", "olmo2", pytest.param("deepseek_v3", marks=pytest.mark.release)],
 )
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.release), "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param("float32", marks=pytest.mark.release), "bfloat16"]
+)
 def test_a_row_has_the_same_bits_whole_in_chunks_and_in_a_crowd(kind, dtype):
     with loaded(settings(kind, dtype)) as runner:
         needs_rules(runner)
@@ -135,12 +148,16 @@ def test_longrope_is_exact_up_to_its_original_length_only(tmp_path):
         "long_factor": [2.0] * 8,
         "original_max_position_embeddings": 256,
     }
-    folder = changed(tmp_path, "phi3", rope_parameters=rope, original_max_position_embeddings=256)
+    folder = changed(
+        tmp_path, "phi3", rope_parameters=rope, original_max_position_embeddings=256
+    )
     config = with_values(compute_config(folder), {"model.model_impl": "transformers"})
     with pytest.raises(ConfigError, match=r"set model\.max_model_len to at most 256"):
         plan_rank(config, 1)
     plans = [
-        plan_rank(with_values(compute_config(folder), {"model.max_model_len": 256, **impl}), 1)
+        plan_rank(
+            with_values(compute_config(folder), {"model.max_model_len": 256, **impl}), 1
+        )
         for impl in ({}, {"model.model_impl": "transformers"})
     ]
     assert plans[0].layout == plans[1].layout
@@ -148,7 +165,8 @@ def test_longrope_is_exact_up_to_its_original_length_only(tmp_path):
 
 def test_nodes_that_store_the_numbers_of_keys_in_different_orders_never_pair():
     own, other = (
-        plan_rank(settings("glm4_moe", model_impl=impl), 1) for impl in ("auto", "transformers")
+        plan_rank(settings("glm4_moe", model_impl=impl), 1)
+        for impl in ("auto", "transformers")
     )
     assert own.layout.groups == other.layout.groups
     assert own.layout.fingerprint != other.layout.fingerprint
@@ -177,8 +195,14 @@ def test_weights_that_do_not_fit_are_named(what, tmp_path):
     ("fields", "reason"),
     [
         ({"architectures": ["GrokForCausalLM"]}, "names GrokForCausalLM; baton runs"),
-        ({"architectures": ["Llama4ForConditionalGeneration"]}, "which sees, hears or encodes"),
-        ({"model_type": "granite"}, "transformers takes model_type 'granite' for Granite"),
+        (
+            {"architectures": ["Llama4ForConditionalGeneration"]},
+            "which sees, hears or encodes",
+        ),
+        (
+            {"model_type": "granite"},
+            "transformers takes model_type 'granite' for Granite",
+        ),
         ({"quantization_config": {"quant_method": "fp8"}}, "the weights are quantized"),
     ],
 )
@@ -191,7 +215,9 @@ def test_a_folder_is_refused_before_a_process_starts(fields, reason, tmp_path):
 @pytest.mark.release
 def test_a_refusal_of_a_node_ends_the_start_with_its_line():
     folder = foreign_folder("gemma2")
-    with pytest.raises(NodeError, match=r"Gemma2ForCausalLM cannot run: .* softcap") as refused:
+    with pytest.raises(
+        NodeError, match=r"Gemma2ForCausalLM cannot run: .* softcap"
+    ) as refused:
         LLM(folder, engine={"device": "cpu"})
     assert "Traceback" not in refused.value.message
 

@@ -37,7 +37,9 @@ from tests.support.transfer_peer import PeerOptions, TransferPeer, wrong_address
 LIMITS = AgentLimits(chunk_bytes=256 << 10)
 NUM_BLOCKS = 64
 
-needs_nixl = pytest.mark.skipif(not is_installed(), reason="the NIXL wheel is not installed")
+needs_nixl = pytest.mark.skipif(
+    not is_installed(), reason="the NIXL wheel is not installed"
+)
 NIXL = ("nixl", "nixl-tcp", "nixl-polled-tcp")  # polled: as it runs on GPUs
 MODES = ["shm", "cuda_ipc", *(pytest.param(mode, marks=needs_nixl) for mode in NIXL)]
 one_of_each = pytest.mark.parametrize("peers", MODES[:3], indirect=True)
@@ -56,7 +58,9 @@ class Peers:
         self.mode = mode
         self._stack = ExitStack()
 
-    def start(self, limits: AgentLimits = LIMITS, block_bytes: int = 64 << 10) -> TransferPeer:
+    def start(
+        self, limits: AgentLimits = LIMITS, block_bytes: int = 64 << 10
+    ) -> TransferPeer:
         found = [name for name in ("nixl", "cuda_ipc") if name in self.mode]
         transport: TransportChoice = found[0] if found else "shm"
         epoch = Epoch(f"{self.mode}-{next(_epochs)}")
@@ -72,7 +76,9 @@ class Peers:
         )
 
     def _start(self, options: PeerOptions) -> TransferPeer:
-        peer = TransferPeer(options, {"UCX_TLS": "tcp"} if self.mode.endswith("tcp") else {})
+        peer = TransferPeer(
+            options, {"UCX_TLS": "tcp"} if self.mode.endswith("tcp") else {}
+        )
         self._stack.callback(peer.close)
         return peer
 
@@ -81,7 +87,9 @@ class Peers:
         first = self.start(block_bytes=block_bytes)
         return [first, self._start(msgspec.structs.replace(first.options, rank=1))]
 
-    def pair(self, limits: AgentLimits = LIMITS, block_bytes: int = 64 << 10) -> list[TransferPeer]:
+    def pair(
+        self, limits: AgentLimits = LIMITS, block_bytes: int = 64 << 10
+    ) -> list[TransferPeer]:
         """A reader, and an owner that it is connected to."""
         reader = self.start(limits, block_bytes)
         owner = self.start(limits, block_bytes)
@@ -108,14 +116,20 @@ def pair(request):
     found.close()
 
 
-def connect(reader: TransferPeer, owner: TransferPeer, part: BlockSlice | None = None) -> None:
+def connect(
+    reader: TransferPeer, owner: TransferPeer, part: BlockSlice | None = None
+) -> None:
     reader.send(reader.add(owner, part))
     (event,) = reader.wait(1)
     assert event == PeerUp(owner.name, *owner.address.metadata)
 
 
-def read(owner: TransferPeer, remote: range | list[int], local: range | list[int]) -> Read:
-    return Read(next(_tickets), owner.name, tuple(remote), tuple(local), (0,) * len(remote))
+def read(
+    owner: TransferPeer, remote: range | list[int], local: range | list[int]
+) -> Read:
+    return Read(
+        next(_tickets), owner.name, tuple(remote), tuple(local), (0,) * len(remote)
+    )
 
 
 def run(reader: TransferPeer, *reads: Read) -> list[ReadEnded]:
@@ -196,7 +210,10 @@ def test_metadata_that_is_damaged_or_not_the_peers_is_refused(pair):
         wrong[dice.randrange(8, 16)] ^= 1 << dice.randrange(8)
         damaged.append(bytes(wrong))
     addresses = [RankAddress({name: data}) for data in damaged]
-    bad = [msgspec.structs.replace(good, peer=other, address=address) for address in addresses]
+    bad = [
+        msgspec.structs.replace(good, peer=other, address=address)
+        for address in addresses
+    ]
     bad.append(msgspec.structs.replace(good, peer=other))
     bad.append(msgspec.structs.replace(good, peer=other, block_bytes=4096))
     bad.append(msgspec.structs.replace(good, peer=other, transport="pigeon"))
@@ -236,7 +253,10 @@ def test_a_slice_that_is_not_one_of_equal_parts_of_a_block_is_refused(pair):
     good = reader.add(owner)
     size = good.block_bytes
     wrong = [(size, 0, size), (0, -size, size), (0, 0, size // 3), (0, 0, 0)]
-    for part in [BlockSlice(size // 4, 0, size // 2), *(BlockSlice(*one) for one in wrong)]:
+    for part in [
+        BlockSlice(size // 4, 0, size // 2),
+        *(BlockSlice(*one) for one in wrong),
+    ]:
         other = PeerRank(owner.name.epoch, 1)
         reader.send(msgspec.structs.replace(good, peer=other, part=part))
         (event,) = reader.wait(1)
@@ -285,10 +305,13 @@ def test_a_read_has_a_deadline_and_is_quiesced_when_its_peer_goes_on_or_is_gone(
         else:
             owner.resume()
         events = reader.wait(1)
-        while ReadDrained(end.ticket) not in events:  # that the peer is down is reported too
+        # That the peer is down is reported too.
+        while ReadDrained(end.ticket) not in events:
             events += reader.wait(1)
         # Its deadline holds for each read, and this machine may be slow: some read is in time.
-        while not is_last and run(reader, read(owner, [7], [40]))[0].failure is not None:
+        while (
+            not is_last and run(reader, read(owner, [7], [40]))[0].failure is not None
+        ):
             pass
         assert is_last or reader.digests((40,)) == owner.digests((7,))
 
@@ -308,7 +331,9 @@ def test_a_block_with_a_new_owner_is_a_failed_read(peers):
 # --- the socket over which shm lends pools ------------------------------------------------------
 
 
-def connect_idle(owner: TransferPeer, count: int, stack: ExitStack) -> list[socket.socket]:
+def connect_idle(
+    owner: TransferPeer, count: int, stack: ExitStack
+) -> list[socket.socket]:
     """Connections to the owner's socket that say nothing, made as fast as it takes them."""
     name = "\0" + ShmAddress.decode(owner.address.metadata["shm"]).socket
     links = []
@@ -350,7 +375,8 @@ def test_another_users_process_gets_no_pool_even_with_the_nonce(peers):
             os.seteuid(0)
             assert select.select([link], [], [], 30.0)[0]
             descriptors: list[int] = []
-            with contextlib.suppress(ConnectionResetError):  # closed without a look at the nonce
+            # Closed without a look at the nonce.
+            with contextlib.suppress(ConnectionResetError):
                 _, descriptors, _, _ = socket.recv_fds(link, 16, 1)
             for descriptor in descriptors:
                 os.close(descriptor)

@@ -7,7 +7,10 @@ from baton import LLM, SamplingParams, StructuredOutputsParams
 
 CITY = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 9}, "size": {"enum": [1, 2]}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 9},
+        "size": {"enum": [1, 2]},
+    },
     "required": ["name", "size"],
     "additionalProperties": False,
 }
@@ -27,7 +30,9 @@ class Mood(Enum):
 
 
 def chat(llm: LLM) -> None:
-    sampling_params = llm.get_default_sampling_params().clone(max_tokens=24, temperature=0)
+    sampling_params = llm.get_default_sampling_params().clone(
+        max_tokens=24, temperature=0
+    )
     conversation = [
         {"role": "system", "content": "You are a helpful assistant"},
         {"role": "user", "content": [{"type": "text", "text": "What is 17 + 25?"}]},
@@ -50,11 +55,16 @@ def structured_outputs(llm: LLM) -> None:
         StructuredOutputsParams(choice=[mood.value for mood in Mood]),
         StructuredOutputsParams(regex=r"\w{1,9}@\w{1,9}\.com\n"),
         StructuredOutputsParams(json=CITY),
-        StructuredOutputsParams(grammar='root ::= "SELECT " ("name" | "size") " FROM city"'),
+        StructuredOutputsParams(
+            grammar='root ::= "SELECT " ("name" | "size") " FROM city"'
+        ),
     )
     params = [
         SamplingParams(
-            structured_outputs=form, stop=["\n"] if form.regex else None, max_tokens=80, seed=1
+            structured_outputs=form,
+            stop=["\n"] if form.regex else None,
+            max_tokens=80,
+            seed=1,
         )
         for form in forms
     ]
@@ -68,8 +78,13 @@ def structured_outputs(llm: LLM) -> None:
 
 
 def prefix_caching(llm: LLM) -> None:
-    prefix = "You are an expert school principal, skilled in managing faculty and staff. " * 3
-    prompts = [prefix + question for question in ("Hello, my name is", "The capital is")]
+    prefix = (
+        "You are an expert school principal, skilled in managing faculty and staff. "
+        * 3
+    )
+    prompts = [
+        prefix + question for question in ("Hello, my name is", "The capital is")
+    ]
     sampling_params = SamplingParams(temperature=0.0, max_tokens=9, logprobs=1)
     llm.reset_prefix_cache()
     regular = llm.generate(prompts[:1], sampling_params)
@@ -77,11 +92,18 @@ def prefix_caching(llm: LLM) -> None:
     token_ids = llm.get_tokenizer().encode(prompts[0])
     assert cached[0].prompt_token_ids == token_ids
     assert cached[0].outputs[0].token_ids == regular[0].outputs[0].token_ids
-    assert cached[0].outputs[0].cumulative_logprob == regular[0].outputs[0].cumulative_logprob
+    assert (
+        cached[0].outputs[0].cumulative_logprob
+        == regular[0].outputs[0].cumulative_logprob
+    )
     assert llm.reset_prefix_cache()
-    (again,) = llm.generate([{"prompt_token_ids": token_ids}], sampling_params, use_tqdm=False)
+    (again,) = llm.generate(
+        [{"prompt_token_ids": token_ids}], sampling_params, use_tqdm=False
+    )
     assert again.finished
-    print("cached tokens:", *(one.num_cached_tokens for one in (*regular, *cached, again)))
+    print(
+        "cached tokens:", *(one.num_cached_tokens for one in (*regular, *cached, again))
+    )
 
 
 if __name__ == "__main__":

@@ -39,7 +39,11 @@ def bodies(draw: st.DrawFn) -> tuple[str, bytes]:
     elif kind == "large":
         fields = draw(large_fields(path))
     schema = SCHEMAS[_schema_name(path)]
-    text = draw(object_of(schema, SCHEMAS, fields)) if kind == "described" else _object(fields)
+    text = (
+        draw(object_of(schema, SCHEMAS, fields))
+        if kind == "described"
+        else _object(fields)
+    )
     return path, text.encode("utf-8", "surrogatepass")[:MAX_BODY_BYTES]
 
 
@@ -54,7 +58,9 @@ def _schema_name(path: str) -> str:
 
 def head(method: str, path: str, *more: str) -> bytes:
     lines = "".join(f"{line}\r\n" for line in more)
-    return f"{method} {path} HTTP/1.1\r\nHost: x\r\n{lines}\r\n".encode("latin-1", "replace")
+    return f"{method} {path} HTTP/1.1\r\nHost: x\r\n{lines}\r\n".encode(
+        "latin-1", "replace"
+    )
 
 
 @st.composite
@@ -113,9 +119,13 @@ def _cut(data: bytes, cuts: Sequence[int]) -> tuple[bytes, ...]:
 def chunked(draw: st.DrawFn) -> Attack:
     """Draw a body in chunks of odd sizes, some of which are malformed."""
     path, body = draw(bodies())
-    sizes = draw(st.lists(st.sampled_from((1, 1, 2, 7, 100, 5_000, 70_000)), min_size=1))
+    sizes = draw(
+        st.lists(st.sampled_from((1, 1, 2, 7, 100, 5_000, 70_000)), min_size=1)
+    )
     extension = draw(st.sampled_from((b"", b"", b";a=b", b";" + b"x" * 3_000)))
-    start = head("POST", path, "Content-Type: application/json", "Transfer-Encoding: chunked")
+    start = head(
+        "POST", path, "Content-Type: application/json", "Transfer-Encoding: chunked"
+    )
     chunks = []
     position = 0
     index = 0
@@ -143,7 +153,9 @@ def chunked(draw: st.DrawFn) -> Attack:
         pieces: tuple[bytes, ...] = (start + b"".join(chunks) + end,)
     else:
         pieces = (start, *chunks[:TAIL_PIECES], b"".join(chunks[TAIL_PIECES:]) + end)
-    return Attack(f"chunked {path}", pieces, 0.0, int(is_whole), draw(st.sampled_from((1, 1, 8))))
+    return Attack(
+        f"chunked {path}", pieces, 0.0, int(is_whole), draw(st.sampled_from((1, 1, 8)))
+    )
 
 
 @st.composite
@@ -152,7 +164,11 @@ def compressed(draw: st.DrawFn) -> Attack:
     path, body = draw(bodies())
     kind = draw(st.sampled_from(("gzip", "deflate", "x-gzip", "br", "gzip, gzip")))
     zeros = b" " * draw(st.sampled_from((0, 0, 1 << 20, 1 << 24, 1 << 27)))
-    data = zlib.compress(body + zeros, 1) if kind == "deflate" else gzip.compress(body + zeros, 1)
+    data = (
+        zlib.compress(body + zeros, 1)
+        if kind == "deflate"
+        else gzip.compress(body + zeros, 1)
+    )
     match draw(st.sampled_from(("whole", "whole", "cut", "twice", "wrong", "more"))):
         case "cut":
             data = data[: len(data) // 2]
@@ -215,14 +231,17 @@ def malformed(draw: st.DrawFn) -> Attack:
                 "GET /live HTTP/1.1\r\nHost: x\r\nExpect: x\r\n\r\n",
                 post + "Content-Length: -1\r\n\r\n{}",
                 post + "Content-Length: 2\r\nContent-Length: 3\r\n\r\n{} ",
-                post + "Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+                post
+                + "Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
                 post + "Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
                 post + "Transfer-Encoding: identity\r\n\r\n{}",
                 post + "Content-Length: 99999999999999999999\r\n\r\n{}",
                 post + f"Content-Length: {num}\r\n\r\n" + "{",
                 post.replace("json", "xml") + "Content-Length: 2\r\n\r\n{}",
-                post.replace("json", 'json; charset="utf-16"') + "Content-Length: 2\r\n\r\n{}",
-                post.replace("json", "json; " + "a=b; " * 2_000) + "Content-Length: 2\r\n\r\n{}",
+                post.replace("json", 'json; charset="utf-16"')
+                + "Content-Length: 2\r\n\r\n{}",
+                post.replace("json", "json; " + "a=b; " * 2_000)
+                + "Content-Length: 2\r\n\r\n{}",
                 "POST /live HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nabc",
                 "DELETE /v1/completions HTTP/1.1\r\nHost: x\r\n\r\n",
                 "HEAD /v1/models HTTP/1.1\r\nHost: x\r\n\r\n",
@@ -241,5 +260,7 @@ def malformed(draw: st.DrawFn) -> Attack:
 
 def volleys() -> st.SearchStrategy[list[Attack]]:
     """Return a strategy of attacks at once."""
-    attacks = st.one_of(plain(), plain(), torn(), chunked(), compressed(), pipelined(), malformed())
+    attacks = st.one_of(
+        plain(), plain(), torn(), chunked(), compressed(), pipelined(), malformed()
+    )
     return st.lists(attacks, min_size=1, max_size=MAX_VOLLEY)

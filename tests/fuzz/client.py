@@ -51,7 +51,9 @@ async def carry_out(port: int, attack: Attack) -> list[str]:
     """Return what was wrong with the responses to one copy of an attack."""
     try:
         async with asyncio.timeout(CONNECT_S):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=LIMIT_BYTES)
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1", port, limit=LIMIT_BYTES
+            )
     except OSError as error:
         return [f"the router took no connection: {error!r}"]
     sending = asyncio.create_task(_send(writer, attack))
@@ -81,9 +83,14 @@ async def _check_responses(
     num_responses = 0
     while True:
         try:
-            response = await _next_response(reader, sending, num_responses < attack.num_responses)
+            response = await _next_response(
+                reader, sending, num_responses < attack.num_responses
+            )
         except TimeoutError:
-            return [*problems, f"response {num_responses} did not come in {RESPONSE_S:g} s"]
+            return [
+                *problems,
+                f"response {num_responses} did not come in {RESPONSE_S:g} s",
+            ]
         except (OSError, asyncio.IncompleteReadError):
             return problems  # the connection ended
         if response is None:
@@ -122,7 +129,8 @@ async def _read(reader: asyncio.StreamReader) -> Response:
     start, *lines = head.rstrip().split("\r\n")
     status = int(start.split(" ")[1])
     headers = {
-        name.lower(): text.strip() for name, _, text in (one.partition(":") for one in lines)
+        name.lower(): text.strip()
+        for name, _, text in (one.partition(":") for one in lines)
     }
     if status < 200 or status in (204, 304):
         return Response(status, headers, b"")
@@ -132,7 +140,9 @@ async def _read(reader: asyncio.StreamReader) -> Response:
             body += (await reader.readexactly(num_bytes + 2))[:-2]
         await reader.readuntil(b"\r\n")
         return Response(status, headers, body)
-    return Response(status, headers, await reader.readexactly(int(headers["content-length"])))
+    return Response(
+        status, headers, await reader.readexactly(int(headers["content-length"]))
+    )
 
 
 def wrong_with(response: Response) -> str:

@@ -43,12 +43,15 @@ class Findings:
     num_volleys: int = 0
     num_attacks: Counter[str] = field(default_factory=Counter)
     calm: Waits = field(default_factory=Waits)
-    longest: Waits = field(default_factory=Waits)  # beside attacks, whether they caused it or not
+    # Beside attacks, whether they caused it or not.
+    longest: Waits = field(default_factory=Waits)
     first_bytes: int = 0
     peak_bytes: int = 0
 
     def __str__(self) -> str:
-        kinds = ", ".join(f"{name} {num}" for name, num in self.num_attacks.most_common())
+        kinds = ", ".join(
+            f"{name} {num}" for name, num in self.num_attacks.most_common()
+        )
         lines = [
             f"seed {self.seed}: {self.num_volleys} volleys ({kinds})",
             f"longest wait for /live {self.longest.live_s * 1e3:.0f} ms beside attacks, "
@@ -144,7 +147,9 @@ def _ask(pipe: Connection) -> bytes:
 
 def _carry_out(port: int, volley: list[Attack]) -> list[str]:
     async def all_at_once() -> list[str]:
-        copies = [carry_out(port, attack) for attack in volley for _ in range(attack.copies)]
+        copies = [
+            carry_out(port, attack) for attack in volley for _ in range(attack.copies)
+        ]
         problems = await asyncio.gather(*copies)
         return [problem for some in problems for problem in some]
 
@@ -173,7 +178,9 @@ def _strike(siege: Siege, volley: list[Attack], findings: Findings) -> list[str]
         extra_s.append(_extra_s(waits, findings.calm))
         if extra_s[-1] <= MAX_EXTRA_WAIT_S:
             return []
-    return [f"others waited {min(extra_s):.2f} s longer, in {NUM_TRIES} of {NUM_TRIES} tries"]
+    return [
+        f"others waited {min(extra_s):.2f} s longer, in {NUM_TRIES} of {NUM_TRIES} tries"
+    ]
 
 
 def _growth(siege: Siege, findings: Findings) -> list[str]:
@@ -221,7 +228,9 @@ def fuzz(
     with Siege(config) as siege:
         time.sleep(CALM_S)
         findings.calm = siege.rest()
-        findings.first_bytes = psutil.Process(siege.router.process.pid).memory_info().rss
+        findings.first_bytes = (
+            psutil.Process(siege.router.process.pid).memory_info().rss
+        )
         for number in numbers:
             if time.monotonic() > ends_s or siege.router.process.poll() is not None:
                 break

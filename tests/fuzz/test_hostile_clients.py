@@ -21,7 +21,9 @@ def besieged(folder: Path) -> ClusterConfig:
     (folder / "tiny" / "chat_template.jinja").write_text(CHAT)
     return ClusterConfig(
         model=ModelConfig(path=path, served_model_name="tiny"),
-        router=RouterConfig(port=0, control=f"ipc://{folder}/control", local_prefill="never"),
+        router=RouterConfig(
+            port=0, control=f"ipc://{folder}/control", local_prefill="never"
+        ),
         log=LogConfig(stats_s=0.0),
     )
 

@@ -13,7 +13,17 @@ Schema = Mapping[str, object]
 DEEPEST = 5
 MAX_LIST_CHARS = 1 << 20
 TEXTS = st.sampled_from(
-    ("x", "the end", "", "</think>", "<tool_call>", "\u0000", "é\u2028", "{{ x }}", "a" * 5_000)
+    (
+        "x",
+        "the end",
+        "",
+        "</think>",
+        "<tool_call>",
+        "\u0000",
+        "é\u2028",
+        "{{ x }}",
+        "a" * 5_000,
+    )
 )
 NUMBERS = st.sampled_from(
     (
@@ -47,7 +57,9 @@ def wide(num: int) -> str:
 JUNK: Strategy = st.one_of(
     NUMBERS,
     TEXTS.map(json.dumps),
-    st.sampled_from(("null", "true", "[]", "{}", '"\\ud800"', "[null]", '{"":{}}', "'x'", "")),
+    st.sampled_from(
+        ("null", "true", "[]", "{}", '"\\ud800"', "[null]", '{"":{}}', "'x'", "")
+    ),
     st.integers(1, 20_000).map(lambda depth: nested("[", "]", depth)),
     st.integers(1, 20_000).map(lambda depth: nested('{"a":', "}", depth)),
     st.integers(1, 20_000).map(wide),
@@ -57,7 +69,9 @@ JUNK: Strategy = st.one_of(
 
 
 @st.composite
-def value_of(draw: st.DrawFn, schema: Schema, schemas: Mapping[str, Schema], depth: int = 0) -> str:
+def value_of(
+    draw: st.DrawFn, schema: Schema, schemas: Mapping[str, Schema], depth: int = 0
+) -> str:
     """Draw a text of a schema, in which some values are junk."""
     if draw(st.integers(0, 24)) == 0 or depth > DEEPEST:
         return draw(JUNK)
@@ -77,7 +91,9 @@ def value_of(draw: st.DrawFn, schema: Schema, schemas: Mapping[str, Schema], dep
             return draw(object_of(schema, schemas, {}, depth))
         case "array":
             items = schema.get("items")
-            return draw(list_of(items if isinstance(items, dict) else {}, schemas, depth))
+            return draw(
+                list_of(items if isinstance(items, dict) else {}, schemas, depth)
+            )
         case "string":
             return json.dumps(draw(TEXTS))
         case "integer" | "number":
@@ -90,7 +106,9 @@ def value_of(draw: st.DrawFn, schema: Schema, schemas: Mapping[str, Schema], dep
 
 
 @st.composite
-def list_of(draw: st.DrawFn, items: Schema, schemas: Mapping[str, Schema], depth: int) -> str:
+def list_of(
+    draw: st.DrawFn, items: Schema, schemas: Mapping[str, Schema], depth: int
+) -> str:
     values = draw(st.lists(value_of(items, schemas, depth + 1), max_size=3))
     times = draw(st.sampled_from((1, 1, 1, 1, 50, 1000)))
     text = ",".join(values)
@@ -115,7 +133,11 @@ def object_of(
     for name in (*required, *more):
         if name not in fields:
             texts[name] = draw(value_of(properties[name], schemas, depth + 1))
-    return "{" + ",".join(f"{json.dumps(name)}:{text}" for name, text in texts.items()) + "}"
+    return (
+        "{"
+        + ",".join(f"{json.dumps(name)}:{text}" for name, text in texts.items())
+        + "}"
+    )
 
 
 # --- forms ------------------------------------------------------------------------------------
@@ -154,7 +176,10 @@ def hostile_schemas(draw: st.DrawFn) -> str:
         {"allOf": strings},
         {"anyOf": strings * 5},
         {"oneOf": [*strings, {"type": "object", "required": ["a"]}]},
-        {"type": "object", "properties": {f"f{i}": {"type": "string"} for i in range(num)}},
+        {
+            "type": "object",
+            "properties": {f"f{i}": {"type": "string"} for i in range(num)},
+        },
         {"type": "object", "patternProperties": {one: {} for one in patterns}},
         {"enum": [f"{i} {'x' * 20}" for i in range(num)]},
         {"$ref": "#"},
@@ -197,7 +222,9 @@ def hostile_grammars() -> Strategy:
 @st.composite
 def forms(draw: st.DrawFn) -> str:
     """Draw a value of `structured_outputs`."""
-    kind = draw(st.sampled_from(("json", "regex", "grammar", "choice", "structural_tag")))
+    kind = draw(
+        st.sampled_from(("json", "regex", "grammar", "choice", "structural_tag"))
+    )
     match kind:
         case "json":
             value = draw(hostile_schemas())
@@ -229,7 +256,9 @@ def fields_with_a_form(draw: st.DrawFn, path: str) -> dict[str, str]:
             asked = draw(
                 st.sampled_from(
                     (
-                        {"response_format": f'{{"type":"json_schema","json_schema":{form}}}'},
+                        {
+                            "response_format": f'{{"type":"json_schema","json_schema":{form}}}'
+                        },
                         {
                             "tools": f'[{{"type":"function","function":{function}}}]',
                             "tool_choice": '"required"',
@@ -243,7 +272,11 @@ def fields_with_a_form(draw: st.DrawFn, path: str) -> dict[str, str]:
             return {"input": '"x"', "text": f'{{"format":{named}}}'}
         case "/v1/messages":
             tool = f'{{"name":"f","input_schema":{schema}}}'
-            return {"messages": turn, "tools": f"[{tool}]", "tool_choice": '{"type":"any"}'}
+            return {
+                "messages": turn,
+                "tools": f"[{tool}]",
+                "tool_choice": '{"type":"any"}',
+            }
     return {}
 
 
@@ -257,13 +290,21 @@ def large_fields(draw: st.DrawFn, path: str) -> dict[str, str]:
     words = json.dumps("hello 1 " * (num // 4))
     ids = "[" + "5," * num + "5]"
     turn = f'{{"role":"user","content":{words}}}'
-    turns = '[{"role":"user","content":"x"}' + ',{"role":"user","content":"x"}' * (num // 40) + "]"
+    turns = (
+        '[{"role":"user","content":"x"}'
+        + ',{"role":"user","content":"x"}' * (num // 40)
+        + "]"
+    )
     stops = json.dumps([f"{index} " + "y" * 1_000 for index in range(4)])
     match path:
         case "/v1/completions":
-            rows = "[" + ",".join([f"[{'700,' * 4_000}5]"] * min(num // 2_000, 500)) + "]"
+            rows = (
+                "[" + ",".join([f"[{'700,' * 4_000}5]"] * min(num // 2_000, 500)) + "]"
+            )
             many = "[" + ",".join(['"the end"'] * min(num // 20, 512)) + "]"
-            prompt = draw(st.sampled_from((words, ids, rows, many, nested("[", "]", num))))
+            prompt = draw(
+                st.sampled_from((words, ids, rows, many, nested("[", "]", num)))
+            )
             return {"prompt": prompt, "max_tokens": "2", "stop": stops}
         case "/v1/chat/completions" | "/v1/messages" | "/v1/messages/count_tokens":
             parts = ",".join(['{"type":"text","text":"x"}'] * (num // 30))

@@ -22,7 +22,8 @@ PROBE_S = 0.01
 PACE_S = 0.02  # between two tokens of a stream
 MAX_MODEL_LEN = 1 << 18  # so that bodies of many megabytes are taken
 NUM_BLOCKS = 1 << 20
-VOCAB_SIZE = 1000  # Python keeps small integers, so prompts of those alone cost less than others
+# Python keeps small integers, so prompts of those alone cost less than others.
+VOCAB_SIZE = 1000
 PROMPT = [5, 6, 7]
 NUM_TOKENS = 400
 MAX_HOSTILE_TOKENS = 30
@@ -64,7 +65,10 @@ class _Watcher:
             pipe.send(msgspec.json.encode(waits))
 
         loop.add_reader(pipe.fileno(), take)
-        tasks = [asyncio.create_task(self._probe()), asyncio.create_task(self._stream())]
+        tasks = [
+            asyncio.create_task(self._probe()),
+            asyncio.create_task(self._stream()),
+        ]
         await closed.wait()
         for task in tasks:
             task.cancel()
@@ -143,7 +147,9 @@ class _Watcher:
 
 def run_delay_s(pid: int) -> float:
     try:
-        return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[1]) / 1e9
+        return (
+            int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[1]) / 1e9
+        )
     except OSError:  # it has ended, or the kernel does not count
         return 0.0
 
@@ -152,7 +158,10 @@ class _CurtNode(ToyNode):
     """A node that ends all streams soon, except the polite client's."""
 
     def on_message(self, message: ToNode) -> None:
-        if isinstance(message, Prefill | Decode) and message.token_ids[: len(PROMPT)] != PROMPT:
+        if (
+            isinstance(message, Prefill | Decode)
+            and message.token_ids[: len(PROMPT)] != PROMPT
+        ):
             num_tokens = min(message.sampling.max_tokens, MAX_HOSTILE_TOKENS)
             sampling = msgspec.structs.replace(message.sampling, max_tokens=num_tokens)
             message = msgspec.structs.replace(message, sampling=sampling)

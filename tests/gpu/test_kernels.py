@@ -10,7 +10,9 @@ from tools.gpu.kernel_cases import AttentionShape, check_sampling
 
 pytest.importorskip("triton")
 if not torch.cuda.is_available():
-    pytest.skip("no CUDA device: the interpreter tests stand in", allow_module_level=True)
+    pytest.skip(
+        "no CUDA device: the interpreter tests stand in", allow_module_level=True
+    )
 
 BF16 = torch.bfloat16
 FP32 = torch.float32
@@ -34,7 +36,9 @@ MODELS = {
     "heads of 256": replace(PROMPTS, head_dim=256, num_heads=16, kv_heads=8),
     "window": replace(PROMPTS, window=333),
     "heads of 64, blocks of 32": replace(PROMPTS, head_dim=64, block_size=32),
-    "Gemma 2": replace(PROMPTS, head_dim=256, num_heads=8, kv_heads=4, softcap=2.0, window=333),
+    "Gemma 2": replace(
+        PROMPTS, head_dim=256, num_heads=8, kv_heads=4, softcap=2.0, window=333
+    ),
     "gpt-oss": replace(PROMPTS, head_dim=64, num_heads=64, has_sinks=True, window=128),
     "blocks of 128": replace(PROMPTS, block_size=128),
     "fp32": replace(PROMPTS, dtype=FP32, num_heads=8, kv_heads=2),
@@ -106,29 +110,41 @@ def test_fixed_products_agree_with_their_reference_and_keep_their_bits(dtype, ro
 
 @pytest.mark.parametrize("is_fp8", [False, True])
 @pytest.mark.parametrize("rows", [9, 300])
-def test_products_with_narrow_weights_agree_with_their_reference_and_keep_their_bits(rows, is_fp8):
+def test_products_with_narrow_weights_agree_with_their_reference_and_keep_their_bits(
+    rows, is_fp8
+):
     cases.check_narrow_product(rows, 4096, 6144, 128, "cuda", is_fp8=is_fp8)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("tokens", [1, 300])
-def test_products_of_experts_agree_with_their_reference_and_keep_their_bits(dtype, tokens):
-    cases.check_grouped_product((tokens, 0, 5, 0, tokens // 2, 64), 2048, 1536, dtype, "cuda")
+def test_products_of_experts_agree_with_their_reference_and_keep_their_bits(
+    dtype, tokens
+):
+    cases.check_grouped_product(
+        (tokens, 0, 5, 0, tokens // 2, 64), 2048, 1536, dtype, "cuda"
+    )
     cases.check_add_experts(tokens + 1, 8, 2048, dtype, "cuda")
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("heads", [16, 20, 128])
 def test_latent_attention_agrees_with_its_reference_and_keeps_its_bits(dtype, heads):
-    shape = replace(PROMPTS, num_heads=heads, kv_heads=1, head_dim=576, dtype=dtype, planes=1)
+    shape = replace(
+        PROMPTS, num_heads=heads, kv_heads=1, head_dim=576, dtype=dtype, planes=1
+    )
     cases.check_latent(shape, "cuda", 64, 37)
     cases.check_turn_store(replace(shape, queries=(333,)), "cuda", 64)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("num_chosen", [100, 2048])
-def test_sparse_attention_agrees_with_its_reference_and_keeps_its_bits(dtype, num_chosen):
-    shape = replace(PROMPTS, num_heads=16, kv_heads=1, head_dim=576, dtype=dtype, planes=1)
+def test_sparse_attention_agrees_with_its_reference_and_keeps_its_bits(
+    dtype, num_chosen
+):
+    shape = replace(
+        PROMPTS, num_heads=16, kv_heads=1, head_dim=576, dtype=dtype, planes=1
+    )
     cases.check_sparse(shape, "cuda", 64, cases.IndexShape(64, 128, num_chosen), 37)
 
 
@@ -171,7 +187,9 @@ def test_attention_runs_under_a_captured_graph_for_other_lengths():
     lens.copy_(case.context_lens)
     graph.replay()
     torch.cuda.synchronize()  # the replay wrote `out`
-    cases.assert_equal_bits(out, paged_decode_attention(*call, case.context_lens, case.scale))
+    cases.assert_equal_bits(
+        out, paged_decode_attention(*call, case.context_lens, case.scale)
+    )
 
 
 def _decode(lengths: tuple[int, ...], model: str) -> AttentionShape:

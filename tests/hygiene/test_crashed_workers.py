@@ -10,7 +10,9 @@ from tests.support.sources import REPOSITORY
 
 @pytest.mark.release
 def test_the_report_of_a_crash_says_how_the_worker_ended_and_where(tmp_path):
-    (tmp_path / "test_it.py").write_text("import os\n\n\ndef test_it():\n    os.abort()\n")
+    (tmp_path / "test_it.py").write_text(
+        "import os\n\n\ndef test_it():\n    os.abort()\n"
+    )
     done = subprocess.run(
         [
             sys.executable,

@@ -42,13 +42,18 @@ def is_there(page: Path, target: str) -> bool:
         return path.exists()
     text = path.read_text()
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    slugs = {
+        re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        for heading in headings
+    }
     return anchor in slugs or f'id="{anchor}"' in text
 
 
 def test_the_picture_names_messages_that_exist():
     """Words in a line of names alone, such as `Offered, BlockRange, End`, are messages."""
-    texts = re.findall(r">([^<]+)</text>", (REPOSITORY / "docs/architecture.svg").read_text())
+    texts = re.findall(
+        r">([^<]+)</text>", (REPOSITORY / "docs/architecture.svg").read_text()
+    )
     lines = [text for text in texts if re.fullmatch(r"[A-Z]\w+(, [A-Z]\w+)*", text)]
     names = {name for line in lines for name in line.split(", ")}
     assert {"Prefill", "Decode", "End"} <= names
@@ -77,7 +82,9 @@ def test_every_field_of_every_body_is_explained_where_it_is_and_nowhere_else():
     }
     rows = [
         (name, letters.split())
-        for names, letters in re.findall(r"^\| (`[^|]*`) \| ([CHRTD ]*)\|", page, re.MULTILINE)
+        for names, letters in re.findall(
+            r"^\| (`[^|]*`) \| ([CHRTD ]*)\|", page, re.MULTILINE
+        )
         for name in re.findall(r"`(\w+)`", names)
     ]
     assert {(letter, name) for name, letters in rows for letter in letters} == known
@@ -90,7 +97,11 @@ def test_every_field_of_every_body_is_explained_where_it_is_and_nowhere_else():
 def test_every_field_of_the_bodies_that_pool_is_explained():
     page = (REPOSITORY / "docs" / "fields.md").read_text()
     bodies = {"E": EmbeddingBody, "S": ScoreBody, "K": RerankBody}
-    known = {(letter, name) for letter, body in bodies.items() for name in body.__struct_fields__}
+    known = {
+        (letter, name)
+        for letter, body in bodies.items()
+        for name in body.__struct_fields__
+    }
     rows = re.findall(r"^\| (`[^|]*`) \| ([ESK ]+) \|", page, re.MULTILINE)
     explained = {
         (letter, name)
@@ -107,12 +118,20 @@ def test_every_setting_is_read_somewhere():
         if name_of(path) == "protocol/config.py":
             continue
         for node in ast.walk(tree(path)):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute | ast.Name):
-                holder = node.value.attr if isinstance(node.value, ast.Attribute) else node.value.id
+            if isinstance(node, ast.Attribute) and isinstance(
+                node.value, ast.Attribute | ast.Name
+            ):
+                holder = (
+                    node.value.attr
+                    if isinstance(node.value, ast.Attribute)
+                    else node.value.id
+                )
                 read.add((holder.lstrip("_"), node.attr))
     unread = [
         field.name
         for field in fields_of(ClusterConfig)
-        if not any((holder, field.key) in read for holder in {*ALIASES, field.section} - {""})
+        if not any(
+            (holder, field.key) in read for holder in {*ALIASES, field.section} - {""}
+        )
     ]
     assert not unread, "settings that no code reads"

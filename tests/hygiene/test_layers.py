@@ -147,7 +147,10 @@ def package(module: str) -> str:
 def test_a_room_imports_only_rooms_below_it(room):
     allowed = {room, *BELOW[room]}
     assert not importers(
-        room, of=lambda _, name: name.startswith("baton.") and name.split(".")[1] not in allowed
+        room,
+        of=lambda _, name: (
+            name.startswith("baton.") and name.split(".")[1] not in allowed
+        ),
     )
 
 
@@ -157,7 +160,9 @@ def test_a_folder_of_a_room_imports_only_what_its_wall_lets_through(folder):
 
     def crosses(_: Path, module: str) -> bool:
         name = f"{module.removeprefix('baton.').replace('.', '/')}.py"
-        return name.startswith(f"{room}/") and not name.startswith((folder, *WITHIN[folder]))
+        return name.startswith(f"{room}/") and not name.startswith(
+            (folder, *WITHIN[folder])
+        )
 
     assert not importers(folder, of=crosses)
 
@@ -173,7 +178,9 @@ def test_no_source_folder_has_more_than_fifteen_files():
 
 def test_the_lists_of_the_house_name_what_is_there():
     assert not [
-        item for count in house.read_counts().values() for item in house.missing_items(count)
+        item
+        for count in house.read_counts().values()
+        for item in house.missing_items(count)
     ]
 
 
@@ -220,7 +227,9 @@ def test_the_optional_ray_is_imported_in_one_file():
 def test_transformers_is_imported_only_where_its_models_are_computed():
     users = importers(of=lambda _, name: package(name) == "transformers")
     assert users.keys() == TRANSFORMERS_BINDING
-    users = importers(of=lambda _, name: name.startswith("baton.model.transformers_code."))
+    users = importers(
+        of=lambda _, name: name.startswith("baton.model.transformers_code.")
+    )
     assert users.keys() - TRANSFORMERS_BINDING == {"model/runner/rank.py"}
 
 

@@ -8,15 +8,22 @@ import pytest
 from tests.support.module_process import said_by
 from tests.support.sources import REPOSITORY, ROOMS, imports, name_of, sources
 
-pytestmark = pytest.mark.timeout(300)  # far more than it takes on a machine that others use
+# Far more than it takes on a machine that others use.
+pytestmark = pytest.mark.timeout(300)
 # Tests that put these parts to work; each group runs in a process of its own.
 USES = {
     "schedulers": (
         "tests/unit/node/test_block_pool.py",
         "tests/unit/node/test_schedulers.py",
     ),
-    "transfer": ("tests/unit/transfer/test_handoff.py", "tests/unit/transfer/test_pools.py"),
-    "router": ("tests/contract/test_router_core.py", "tests/contract/test_router_nodes.py"),
+    "transfer": (
+        "tests/unit/transfer/test_handoff.py",
+        "tests/unit/transfer/test_pools.py",
+    ),
+    "router": (
+        "tests/contract/test_router_core.py",
+        "tests/contract/test_router_nodes.py",
+    ),
 }
 HOST_ONLY_ROOMS = (
     "protocol",
@@ -35,14 +42,18 @@ HOST_ONLY_ROOMS = (
 @pytest.mark.parametrize("group", USES)
 def test_a_host_only_part_does_its_work_without_torch(group):
     plugin = ("-p", "tests.support.without_torch", "-p", "no:cacheprovider")
-    lines = said_by("pytest", "-q", *plugin, "-m", "not slow and not release", *USES[group])
+    lines = said_by(
+        "pytest", "-q", *plugin, "-m", "not slow and not release", *USES[group]
+    )
     assert any(" passed" in line for line in lines)
 
 
 def test_every_file_of_a_host_only_room_is_imported_without_torch():
     files = [name_of(path) for path in sources(*HOST_ONLY_ROOMS)]
     modules = [file.removesuffix(".py").removesuffix("/__init__") for file in files]
-    run_without_torch("\n".join(f"import baton.{module.replace('/', '.')}" for module in modules))
+    run_without_torch(
+        "\n".join(f"import baton.{module.replace('/', '.')}" for module in modules)
+    )
 
 
 def test_the_package_and_the_command_line_do_not_load_torch():

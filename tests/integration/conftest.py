@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+)
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from tests.support.checkpoints import model_folder, tiny_cluster
@@ -34,7 +36,9 @@ class Collector(ThreadingHTTPServer):
     def of(self, trace: str) -> list[Span]:
         """The spans of a trace in the order of their starts."""
         spans = [span for span in self.spans if span.trace_id.hex() == trace]
-        return sorted(spans, key=lambda span: (span.start_time_unix_nano, span.end_time_unix_nano))
+        return sorted(
+            spans, key=lambda span: (span.start_time_unix_nano, span.end_time_unix_nano)
+        )
 
 
 class Receiver(BaseHTTPRequestHandler):
@@ -65,15 +69,24 @@ def collector() -> Iterator[Collector]:
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Cluster]:
+def cluster(
+    tmp_path_factory: pytest.TempPathFactory, collector: Collector
+) -> Iterator[Cluster]:
     config = tiny_cluster(
         model_folder("llama", eos_token_id=2),
         cache={"num_blocks": NUM_BLOCKS},
-        engine={"max_num_batched_tokens": 64, "num_speculative_tokens": 3, "prompt_lookup_min": 1},
+        engine={
+            "max_num_batched_tokens": 64,
+            "num_speculative_tokens": 3,
+            "prompt_lookup_min": 1,
+        },
         router={"local_prefill": "never", "otlp_traces_endpoint": collector.url},
         node={"http": "127.0.0.1:0"},
     )
     with Cluster(tmp_path_factory.mktemp("cluster"), config) as cluster:
-        for _ in range(2):  # the second finds the first one's blocks in the prefix caches
-            cluster.complete(prompt=prompt(65), max_tokens=8, temperature=0, ignore_eos=True)
+        # The second finds the first one's blocks in the prefix caches.
+        for _ in range(2):
+            cluster.complete(
+                prompt=prompt(65), max_tokens=8, temperature=0, ignore_eos=True
+            )
         yield cluster

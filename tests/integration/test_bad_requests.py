@@ -25,7 +25,8 @@ def complaint_about(cluster: Cluster, asked: BadRequest) -> str:
     headers = {"Content-Type": asked.content_type, "Content-Encoding": asked.encoding}
     headers = {name: value for name, value in headers.items() if value}
     with contextlib.closing(connection):
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused while it is sent
+        # Refused while it is sent.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             connection.request(asked.method, asked.path, asked.body, headers)
         reply = connection.getresponse()
         text = reply.read().decode()
@@ -35,12 +36,17 @@ def complaint_about(cluster: Cluster, asked: BadRequest) -> str:
     wanted = asked.param if asked.status != 200 else None
     if reply.status != asked.status or not blames(found.get("param"), wanted):
         problems.append(f"status {reply.status} {text[:300]}")
-    is_whole = found.keys() == {"message", "type", "param", "code"} and len(text) <= 2000
+    is_whole = (
+        found.keys() == {"message", "type", "param", "code"} and len(text) <= 2000
+    )
     if not is_whole and asked.status != 200:
         problems.append(f"not an error that clients can show: {text[:300]}")
     if took_s > REFUSED_WITHIN_S:
         problems.append(f"it took {took_s:.1f} s")
-    return "; ".join(problems) and f"{asked.path} {asked.body[:150]!r} {asked.param}: {problems}"
+    return (
+        "; ".join(problems)
+        and f"{asked.path} {asked.body[:150]!r} {asked.param}: {problems}"
+    )
 
 
 def blames(param: str | None, wanted: str | None) -> bool:

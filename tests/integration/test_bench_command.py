@@ -50,7 +50,15 @@ def bench(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_run_is_measured_and_reported(cluster, tmp_path):
-    words = ("run", "--url", cluster.url(""), "--concurrency", "2", "--ttft-ms", "60000")
+    words = (
+        "run",
+        "--url",
+        cluster.url(""),
+        "--concurrency",
+        "2",
+        "--ttft-ms",
+        "60000",
+    )
     done = bench(*words, *ASKED, "--out", "report", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.rstrip().endswith("VALID")
@@ -66,11 +74,31 @@ def test_a_run_is_measured_and_reported(cluster, tmp_path):
 
 
 def test_a_storm_of_refusals_ends_early_with_the_servers_words(cluster, tmp_path):
-    words = ("run", "--url", cluster.url(""), "--concurrency", "1", *ASKED, "--give-up-after", "3")
-    asked = (*words, "--requests", "5000", "--vocabulary", "70000-70100", "--out", "report")
+    words = (
+        "run",
+        "--url",
+        cluster.url(""),
+        "--concurrency",
+        "1",
+        *ASKED,
+        "--give-up-after",
+        "3",
+    )
+    asked = (
+        *words,
+        "--requests",
+        "5000",
+        "--vocabulary",
+        "70000-70100",
+        "--out",
+        "report",
+    )
     done = bench(*asked, folder=tmp_path)
     assert done.returncode == 1
-    assert "stopped early: the first 3 requests all failed: token ids must be" in done.stdout
+    assert (
+        "stopped early: the first 3 requests all failed: token ids must be"
+        in done.stdout
+    )
     report = read_json(tmp_path / "report" / "report.json")
     assert report.invalid
     assert {record.outcome for record in report.runs[0].records} <= {
@@ -81,7 +109,16 @@ def test_a_storm_of_refusals_ends_early_with_the_servers_words(cluster, tmp_path
 
 
 def test_an_interrupted_run_says_so_and_keeps_what_it_has(cluster, tmp_path):
-    words = ("run", "--url", cluster.url(""), "--concurrency", "1", *ASKED, "--out", "report")
+    words = (
+        "run",
+        "--url",
+        cluster.url(""),
+        "--concurrency",
+        "1",
+        *ASKED,
+        "--out",
+        "report",
+    )
     running = subprocess.Popen(
         command(*words, "--requests", "3000", "--prompt", "20"),
         cwd=tmp_path,
@@ -108,7 +145,12 @@ def test_an_interrupted_run_says_so_and_keeps_what_it_has(cluster, tmp_path):
 
 def test_arms_of_a_comparison_are_asked_the_same_in_turn(cluster, tmp_path):
     arms = (f"a={cluster.url('')}", f"b={cluster.url('')}#tiny")
-    flags = ("--flags", "a=--quantization fp8 --threads 1", "--flags", "b=quantization: none")
+    flags = (
+        "--flags",
+        "a=--quantization fp8 --threads 1",
+        "--flags",
+        "b=quantization: none",
+    )
     words = ("compare", *arms, *flags, "--rounds", "2", "--concurrency", "2", *ASKED)
     done = bench(*words, "--out", "report", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -116,7 +158,8 @@ def test_arms_of_a_comparison_are_asked_the_same_in_turn(cluster, tmp_path):
     report = read_json(tmp_path / "report" / "report.json")
     assert [run.round for run in report.runs] == [1, 1, 2, 2]
     tokens = {
-        (run.arm, run.round): [record.token_ids for record in run.records] for run in report.runs
+        (run.arm, run.round): [record.token_ids for record in run.records]
+        for run in report.runs
     }
     assert tokens["a", 1] == tokens["b", 1]
     assert tokens["a", 2] == tokens["b", 2]

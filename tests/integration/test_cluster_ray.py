@@ -34,8 +34,11 @@ def ray_env(tmp_path_factory):
     token.write_text(secrets.token_hex(32))
     token.chmod(0o600)
     env = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
-    env["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"  # Ray need not wait for others' work
-    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+    # Ray need not wait for others' work.
+    env["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"
+    with tempfile.TemporaryDirectory(
+        prefix="ray-", ignore_cleanup_errors=True
+    ) as folder:
         words = [
             "--head",
             "--block",
@@ -61,7 +64,10 @@ def ray_env(tmp_path_factory):
             address = Path(folder) / "ray_current_cluster"
             until(lambda: address.exists() and address.read_text().strip())
             yield {**env, "RAY_ADDRESS": address.read_text().strip()}
-            ours = [psutil.Process(head.pid), *psutil.Process(head.pid).children(recursive=True)]
+            ours = [
+                psutil.Process(head.pid),
+                *psutil.Process(head.pid).children(recursive=True),
+            ]
         finally:
             head.terminate()
             head.wait(TIMEOUT_S)
@@ -94,7 +100,10 @@ def placed(ray_env, tmp_path):
     driver = placed.baton("up", "--on", "ray", "--timeout", str(TIMEOUT_S))
     try:
         assert driver.stdout is not None
-        assert driver.stdout.readline() == f"small serves at http://{HEAD}:{placed.port}/v1\n"
+        assert (
+            driver.stdout.readline()
+            == f"small serves at http://{HEAD}:{placed.port}/v1\n"
+        )
         yield placed, driver
     finally:
         driver.kill()
@@ -117,7 +126,9 @@ def test_a_cluster_on_ray_serves_survives_an_actor_and_drains(placed):
         first = reply.readline()
         code, said, complained = placed.run("down")
         lines = [line for line in [first, *reply] if line.startswith(b"data: ")]
-    assert (code, said, lines[-1]) == (0, "small is down\n", b"data: [DONE]\n"), complained
+    assert (code, said, lines[-1]) == (0, "small is down\n", b"data: [DONE]\n"), (
+        complained
+    )
     assert driver.wait(TIMEOUT_S) == 0
     assert placed.all_gone()
 
@@ -160,11 +171,15 @@ def shown_by(process: psutil.Process) -> str:
         (("--address", "127.0.0.1:1"), 1, "cannot join Ray at 127.0.0.1:1"),
     ],
 )
-def test_a_start_on_ray_that_cannot_work_is_one_line(words, code, said, ray_env, tmp_path):
+def test_a_start_on_ray_that_cannot_work_is_one_line(
+    words, code, said, ray_env, tmp_path
+):
     other = cluster(tmp_path, ray_env)
     other.content |= {"pools": {"decode": {"role": "decode", "gpus": 64}}}
     ended, _, complained = other.run("up", "--on", "ray", *words)
-    assert (ended, complained.count("\n"), said in complained) == (code, 1, True), complained
+    assert (ended, complained.count("\n"), said in complained) == (code, 1, True), (
+        complained
+    )
     assert not list(other.state.glob("*.json"))
 
 

@@ -33,28 +33,44 @@ def test_a_detached_cluster_serves_until_it_is_down(small):
     assert set(before) == {"router-0", "prefill-0", "decode-0"}
     assert (small.state.stat().st_mode & 0o777, list(small.state.glob("*.json"))) == (
         0o700,
-        [path for path in small.state.glob("*.json") if path.stat().st_mode & 0o777 == 0o600],
+        [
+            path
+            for path in small.state.glob("*.json")
+            if path.stat().st_mode & 0o777 == 0o600
+        ],
     )
     code, _, complained = small.run("up", "--detach")
     assert (code, "is up already" in complained) == (2, True)
     # The supervisor starts a process again, and the cluster serves as before.
     before["decode-0"].kill()
     until(lambda: small.processes().get("decode-0") not in (None, before["decode-0"]))
-    until(lambda: {one["health"] for one in small.rows().values()} == {"ready"}, small.rows)
+    until(
+        lambda: {one["health"] for one in small.rows().values()} == {"ready"},
+        small.rows,
+    )
     code, said, _ = small.run("status")
-    assert (code, [line.split()[3] for line in said.splitlines()[2:]]) == (0, ["ready"] * 3)
+    assert (code, [line.split()[3] for line in said.splitlines()[2:]]) == (
+        0,
+        ["ready"] * 3,
+    )
     assert said.startswith("small: ready · demo · baton ")
-    until(lambda: small.rows()["decode-0"]["kv_used"] == 0.0, small.rows)  # its first heartbeat
+    # Its first heartbeat.
+    until(lambda: small.rows()["decode-0"]["kv_used"] == 0.0, small.rows)
     before = small.processes()
     code, said, complained = small.run("restart", "decode-0")
     assert (code, said) == (0, "decode-0 is ready again\n"), complained
     after = small.processes()
-    assert [name for name, process in after.items() if process != before[name]] == ["decode-0"]
+    assert [name for name, process in after.items() if process != before[name]] == [
+        "decode-0"
+    ]
     assert small.complete() == " 4071."
     code, _, complained = small.run("restart", "decode-7")
     assert (code, "did you mean decode-0?" in complained) == (2, True)
     rows = small.rows()
-    assert "cannot write the log of decode-0" in (small.state / "supervisor.log").read_text()
+    assert (
+        "cannot write the log of decode-0"
+        in (small.state / "supervisor.log").read_text()
+    )
     assert rows["prefill-0"]["num_handoffs"] == 2
     code, said, _ = small.run("down")
     assert (code, said) == (0, "small is down\n")
@@ -81,7 +97,11 @@ def test_a_cluster_in_front_ends_with_its_command(number, small):
 @pytest.mark.parametrize(
     ("changes", "code", "said"),
     [
-        ({"model": "/nowhere"}, 2, "router-0 on 127.0.0.1: model /nowhere does not exist"),
+        (
+            {"model": "/nowhere"},
+            2,
+            "router-0 on 127.0.0.1: model /nowhere does not exist",
+        ),
         (
             {"pools": {"decode": {"role": "decode", "settings": HASTY}}},
             1,
@@ -102,7 +122,9 @@ def test_a_failed_start_is_one_line_and_leaves_nothing(changes, code, said, smal
     small.content |= changes
     ended, _, complained = small.run("up", "--detach")
     (line,) = [line for line in complained.splitlines() if line.startswith("baton: ")]
-    assert (ended, line.startswith("baton: ") and said in line) == (code, True), complained
+    assert (ended, line.startswith("baton: ") and said in line) == (code, True), (
+        complained
+    )
     assert not list(small.state.glob("*.json"))
     assert "Traceback" not in complained
 
@@ -127,7 +149,9 @@ LATE = "127.0.0.2"  # another host, as far as the description goes
     ],
     ids=["id", "host"],
 )
-def test_a_host_that_does_not_fit_is_named_and_the_cluster_serves_on(changes, words, said, joined):
+def test_a_host_that_does_not_fit_is_named_and_the_cluster_serves_on(
+    changes, words, said, joined
+):
     late = Deployed(joined.folder / "late")
     late.content = {
         **joined.content,

@@ -51,7 +51,12 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._where = ("--root", str(folder / "storage"), "--runroot", str(folder / "run"))
+        self._where = (
+            "--root",
+            str(folder / "storage"),
+            "--runroot",
+            str(folder / "run"),
+        )
 
     def run(self, tool: str, *words: str) -> str:
         done = self._done(tool, *words)
@@ -84,7 +89,9 @@ def store(tmp_path_factory):
     include = "--include=python3,python3-venv,ca-certificates"
     release = Path("/etc/os-release").read_text()
     (suite,) = re.findall(r"VERSION_CODENAME=(\w+)", release)
-    subprocess.run(["debootstrap", "--variant=minbase", include, suite, str(base)], check=True)
+    subprocess.run(
+        ["debootstrap", "--variant=minbase", include, suite, str(base)], check=True
+    )
     store.run("buildah", "from", "--name", "base", "scratch")
     store.run("buildah", "add", "base", str(base), "/")
     store.run("buildah", "commit", "base", f"{IMAGE}-base")
@@ -201,12 +208,18 @@ def ask(on: Hosts, path: str, body: object = None) -> dict[str, Any]:
 def test_the_image_serves_in_containers_that_share_no_memory(store):
     with hosts(3) as on, composed(store, on):
         body = {"prompt": TOLD, "max_tokens": 8, "temperature": 0}
-        assert ask(on, "/v1/completions", body)["choices"][0]["text"] == " 4071.", store.said()
+        assert ask(on, "/v1/completions", body)["choices"][0]["text"] == " 4071.", (
+            store.said()
+        )
         (transfer,) = ask(on, "/health")["transfers"]
         assert (transfer["num_handoffs"], transfer["num_bytes"] > 0) == (1, True)
         assert all(map(store.is_healthy, HOST_OF))
-        user = store.podman("exec", "router", "python3", "-c", "import os; print(os.getuid())")
+        user = store.podman(
+            "exec", "router", "python3", "-c", "import os; print(os.getuid())"
+        )
         assert user == "10001"
         for name in HOST_OF:
             store.podman("stop", "--time", "45", name)
-            assert store.podman("inspect", "--format", "{{.State.ExitCode}}", name) == "0"
+            assert (
+                store.podman("inspect", "--format", "{{.State.ExitCode}}", name) == "0"
+            )

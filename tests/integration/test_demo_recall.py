@@ -43,7 +43,9 @@ def expected() -> list[str]:
 
 def score(answers: list[str]) -> int:
     asked = memory().questions
-    return sum(said == question.answer for said, question in zip(answers, asked, strict=True))
+    return sum(
+        said == question.answer for said, question in zip(answers, asked, strict=True)
+    )
 
 
 def settings(num_guesses: int = 0) -> ClusterConfig:
@@ -77,7 +79,15 @@ def test_it_recalls_what_transformers_recalls_and_a_damaged_block_costs_facts(
         folder.mkdir()
         nodes = NodeThreads(folder, settings(num_guesses))
         assert nodes.run(recalled) == expected()
-        steps.append(len([one for one in nodes.records("decode-0") if isinstance(one, StepRecord)]))
+        steps.append(
+            len(
+                [
+                    one
+                    for one in nodes.records("decode-0")
+                    if isinstance(one, StepRecord)
+                ]
+            )
+        )
     assert steps[1] < 0.7 * steps[0], "its answers stand in the prompt"
     reads: list[tuple[int, ...]] = []
 
@@ -86,7 +96,9 @@ def test_it_recalls_what_transformers_recalls_and_a_damaged_block_costs_facts(
             reads.append(local)
             if len(reads) == 2:  # that of the second chunk
                 start = local[len(local) // 2] * pool.shape.block_bytes
-                pool.buffer[start : start + pool.shape.block_bytes] = bytes(pool.shape.block_bytes)
+                pool.buffer[start : start + pool.shape.block_bytes] = bytes(
+                    pool.shape.block_bytes
+                )
 
         return WatchedTransport(inner, landed=landed)
 
@@ -107,7 +119,9 @@ def test_it_recalls_what_transformers_recalls_and_a_damaged_block_costs_facts(
 
 
 PROMPT = [10 + (i * i + 7 * i) % 241 for i in range(6 * 16 + 5)]
-PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, output_kind="final")
+PARAMS = SamplingParams(
+    temperature=0, max_tokens=40, ignore_eos=True, output_kind="final"
+)
 
 
 async def answer(llm: AsyncLLM) -> list[int]:
@@ -147,9 +161,13 @@ def test_blocks_that_are_verified_are_read_again_when_they_came_with_other_bytes
     # The other reads of that attempt may be cancelled, and nothing else fails.
     found = [read.failure for read in reads if read.failure not in (None, "cancelled")]
     assert found == ["corrupt_blocks"]
-    told = [record for record in caplog.records if "with other bytes" in record.getMessage()]
+    told = [
+        record for record in caplog.records if "with other bytes" in record.getMessage()
+    ]
     assert [vars(record)["fields"]["so_far"] for record in told] == [1]
     (tmp_path / "whole").mkdir()
     monkeypatch.undo()
-    whole = NodeThreads(tmp_path / "whole", never_local(config), ranks=ranks).run(answer)
+    whole = NodeThreads(tmp_path / "whole", never_local(config), ranks=ranks).run(
+        answer
+    )
     assert answered == whole

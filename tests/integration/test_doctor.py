@@ -21,7 +21,11 @@ TIMEOUT_S = 240.0
 
 def doctor(*words: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [*DOCTOR, *words], capture_output=True, text=True, check=False, timeout=TIMEOUT_S
+        [*DOCTOR, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TIMEOUT_S,
     )
 
 
@@ -40,11 +44,16 @@ def listening(*words: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
 def test_this_machine_is_looked_at():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         taken = f"127.0.0.1:{listener.getsockname()[1]}"
-        done = doctor("--json", "--port", taken, "--reach", taken, "--model", "/no/such/model")
+        done = doctor(
+            "--json", "--port", taken, "--reach", taken, "--model", "/no/such/model"
+        )
     report = json.loads(done.stdout)
     levels = {one["check"]: one["level"] for one in report["findings"]}
     assert done.returncode == 1
-    assert {name for name, level in levels.items() if level == "fault"} == {"model", "ports"}
+    assert {name for name, level in levels.items() if level == "fault"} == {
+        "model",
+        "ports",
+    }
     assert levels["torch"] == levels["reach"] == levels["memory"] == "ok"
     assert VERSION in report["version"]
 
@@ -82,7 +91,10 @@ def test_what_does_not_fit_is_a_line_that_names_the_address(tmp_path):
     ("words", "said"),
     [
         (("--connect", "10.0.0.9:5"), "reaches beyond this host: make a key"),
-        (("cluster.yaml", "--listen", "127.0.0.1"), "give one of FILE, --listen and --connect"),
+        (
+            ("cluster.yaml", "--listen", "127.0.0.1"),
+            "give one of FILE, --listen and --connect",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(words, said, capsys):

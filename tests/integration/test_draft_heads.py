@@ -25,7 +25,9 @@ NUM_DRAFTS = 3
 HEAD = {"num_speculative_tokens": NUM_DRAFTS, "speculative_method": "mtp"}
 
 
-def config_of(kind: str, engine: dict[str, object], **sections: object) -> ClusterConfig:
+def config_of(
+    kind: str, engine: dict[str, object], **sections: object
+) -> ClusterConfig:
     return tiny_cluster(
         nextn_folder(kind),
         cache={"num_blocks": 300},
@@ -38,14 +40,20 @@ def config_of(kind: str, engine: dict[str, object], **sections: object) -> Clust
 
 async def whole(llm: AsyncLLM, length: int, temperature: float) -> list[list[int]]:
     """What two choices of a prompt say."""
-    how = SamplingParams(max_tokens=30, temperature=temperature, n=2, seed=3, ignore_eos=True)
+    how = SamplingParams(
+        max_tokens=30, temperature=temperature, n=2, seed=3, ignore_eos=True
+    )
     async for output in llm.generate(prompt(length), how):
         last = output
     return [choice.token_ids for choice in last.outputs]
 
 
 async def all_at_once(llm: AsyncLLM) -> list[list[int]]:
-    asked = [whole(llm, length, temperature) for length in LENGTHS for temperature in (0.0, 0.9)]
+    asked = [
+        whole(llm, length, temperature)
+        for length in LENGTHS
+        for temperature in (0.0, 0.9)
+    ]
     return [tokens for choices in await asyncio.gather(*asked) for tokens in choices]
 
 
@@ -65,7 +73,9 @@ def test_drafts_behind_a_handoff_are_those_of_plain_torch(tmp_path, monkeypatch)
             if own and part.sampling is not None and part.sampling.temperature == 0.0:
                 # Greedy choices of a prompt say the same.
                 num_known = part.start + part.length - part.num_guesses
-                noted.append(([num_known, part.num_prompt_tokens, *part.kept(tokens)], own))
+                noted.append(
+                    ([num_known, part.num_prompt_tokens, *part.kept(tokens)], own)
+                )
         return drafts
 
     monkeypatch.setattr(Drafter, "drafts", noting)
@@ -77,7 +87,9 @@ def test_drafts_behind_a_handoff_are_those_of_plain_torch(tmp_path, monkeypatch)
         return first
 
     outputs = cluster.run(twice)
-    texts = {length: prompt(length) + outputs[4 * i] for i, length in enumerate(LENGTHS)}
+    texts = {
+        length: prompt(length) + outputs[4 * i] for i, length in enumerate(LENGTHS)
+    }
     reference = NextnReference("glm4_moe")
     assert {num_prompt for (_, num_prompt, *_), _ in noted} == set(LENGTHS)
     seen = set()
@@ -123,7 +135,9 @@ def test_streams_whose_node_is_killed_go_on_with_the_same_tokens(tmp_path):
         folder = tmp_path / name
         folder.mkdir()
         with Cluster(folder, config_of("deepseek_v3", dict(engine))) as cluster:
-            readers = [StreamReader(cluster, body | {"temperature": of}) for of in (0, 0.9)]
+            readers = [
+                StreamReader(cluster, body | {"temperature": of}) for of in (0, 0.9)
+            ]
             if engine:
                 readers[0].wait_for_more(20)
                 cluster.kill("decode-0")

@@ -36,13 +36,17 @@ SETTINGS: dict[str, object] = {
 
 
 def ids_of(folder: Path, text: str) -> list[int]:
-    found: list[int] = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
+    found: list[int] = (
+        Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
+    )
     return found
 
 
 def send(cluster: Cluster, path: str, **body: object) -> tuple[int, dict[str, Any]]:
     try:
-        with urllib.request.urlopen(post(cluster.url(""), body, path), timeout=60) as reply:
+        with urllib.request.urlopen(
+            post(cluster.url(""), body, path), timeout=60
+        ) as reply:
             return reply.status, json.loads(reply.read())
     except urllib.error.HTTPError as error:
         with error:
@@ -67,7 +71,9 @@ def folder() -> Path:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[Cluster]:
+def cluster(
+    tmp_path_factory: pytest.TempPathFactory, folder: Path
+) -> Iterator[Cluster]:
     config = tiny_cluster(folder, prefill=2, decode=0, **SETTINGS)
     with Cluster(tmp_path_factory.mktemp("embeddings"), config) as cluster:
         yield cluster
@@ -90,7 +96,9 @@ def test_clients_of_openai_get_what_transformers_computes(cluster, folder):
 
 def test_token_ids_prompts_and_lengths_are_as_asked(cluster, folder):
     ids = ids_of(folder, TEXTS[0])
-    status, reply = send(cluster, "/v1/embeddings", input=[ids, ids[:2]], encoding_format="base64")
+    status, reply = send(
+        cluster, "/v1/embeddings", input=[ids, ids[:2]], encoding_format="base64"
+    )
     assert (status, len(reply["data"])) == (200, 2)
     numbers = array("f", base64.b64decode(reply["data"][1]["embedding"])).tolist()
     assert close_to(numbers, embedding_of(folder, ids[:2]))
@@ -121,7 +129,11 @@ def test_a_large_batch_has_each_embedding_once_and_uses_both_nodes(cluster, fold
         numbers = array("f", base64.b64decode(embeddings[index])).tolist()
         assert close_to(numbers, embedding_of(folder, ids_of(folder, texts[index])))
     page = cluster.get("/metrics")[1]
-    lines = [one for one in page.splitlines() if one.startswith("baton_node_prompt_tokens_total{")]
+    lines = [
+        one
+        for one in page.splitlines()
+        if one.startswith("baton_node_prompt_tokens_total{")
+    ]
     assert all(float(line.rpartition(" ")[2]) > 1000 for line in lines)
     assert metric(page, "baton_prefix_cache_hits_total") > 0
 
@@ -139,7 +151,9 @@ def test_scores_of_embeddings_are_cosines(cluster, folder):
     _, many = send(cluster, "/score", text_1=documents, text_2=documents)
     assert [one["score"] for one in many["data"]] == pytest.approx([1, 1, 1], abs=1e-6)
     for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
-        _, ranked = send(cluster, path, query=query, documents=[{"text": documents[0]}, *documents])
+        _, ranked = send(
+            cluster, path, query=query, documents=[{"text": documents[0]}, *documents]
+        )
         order = [one["index"] for one in ranked["results"]]
         assert order[0] == 2
         assert order.index(0) < order.index(1)  # equal ones keep their order
@@ -159,21 +173,48 @@ def test_what_the_model_or_the_body_does_not_allow_is_one_error_that_says_why(cl
     assert refusal(cluster, path, input=7) == (*bad, "input")
     assert refusal(cluster, path, input="x", dimensions=129) == (*bad, "dimensions")
     assert refusal(cluster, path, input="x", dimensions=0) == (*bad, "dimensions")
-    assert refusal(cluster, path, input="x", encoding_format="hex") == (*bad, "encoding_format")
-    assert refusal(cluster, path, input="x", prompt_name="what") == (*bad, "prompt_name")
+    assert refusal(cluster, path, input="x", encoding_format="hex") == (
+        *bad,
+        "encoding_format",
+    )
+    assert refusal(cluster, path, input="x", prompt_name="what") == (
+        *bad,
+        "prompt_name",
+    )
     too_many = {"input": "x", "truncate_prompt_tokens": 10_000}
     assert refusal(cluster, path, **too_many) == (*bad, "truncate_prompt_tokens")
-    assert refusal(cluster, path, input="x", model="other")[:2] == (404, "model_not_found")
+    assert refusal(cluster, path, input="x", model="other")[:2] == (
+        404,
+        "model_not_found",
+    )
     assert refusal(cluster, path, prompt="x") == (400, "unsupported", "prompt")
     for text in ("word " * 4000, "y" * 200_000):
-        assert refusal(cluster, path, input=text) == (400, "context_length_exceeded", "input")
+        assert refusal(cluster, path, input=text) == (
+            400,
+            "context_length_exceeded",
+            "input",
+        )
     assert refusal(cluster, "/v1/score", text_1="x") == (*bad, "text_2")
-    assert refusal(cluster, "/v1/score", text_1=["a", "b"], text_2=["a"]) == (*bad, "text_1")
-    assert refusal(cluster, "/v1/rerank", query="x", documents=[]) == (*bad, "documents")
+    assert refusal(cluster, "/v1/score", text_1=["a", "b"], text_2=["a"]) == (
+        *bad,
+        "text_1",
+    )
+    assert refusal(cluster, "/v1/rerank", query="x", documents=[]) == (
+        *bad,
+        "documents",
+    )
     instructed = {"query": "x", "documents": ["y"], "instruction": "z"}
-    assert refusal(cluster, "/v1/rerank", **instructed) == (400, "unsupported", "instruction")
+    assert refusal(cluster, "/v1/rerank", **instructed) == (
+        400,
+        "unsupported",
+        "instruction",
+    )
     completion = {"prompt": "x", "max_tokens": 1}
-    assert refusal(cluster, "/v1/completions", **completion) == (400, "unsupported", "model")
+    assert refusal(cluster, "/v1/completions", **completion) == (
+        400,
+        "unsupported",
+        "model",
+    )
     status, page = cluster.get("/health")
     assert (status, json.loads(page)["status"]) == (200, "ready")
 
@@ -187,7 +228,9 @@ def reranker() -> Path:
 
 
 @pytest.fixture(scope="module")
-def judges(tmp_path_factory: pytest.TempPathFactory, reranker: Path) -> Iterator[Cluster]:
+def judges(
+    tmp_path_factory: pytest.TempPathFactory, reranker: Path
+) -> Iterator[Cluster]:
     config = tiny_cluster(reranker, **SETTINGS)
     with Cluster(tmp_path_factory.mktemp("reranker"), config) as cluster:
         yield cluster
@@ -196,11 +239,21 @@ def judges(tmp_path_factory: pytest.TempPathFactory, reranker: Path) -> Iterator
 def test_a_reranker_says_how_likely_a_yes_is(judges, reranker):
     query = TEXTS[0]
     documents = [TEXTS[1], TEXTS[2]]
-    expected = [score_of(reranker, ids_of(reranker, f"<q>{query}<d>{one}?")) for one in documents]
+    expected = [
+        score_of(reranker, ids_of(reranker, f"<q>{query}<d>{one}?"))
+        for one in documents
+    ]
     _, reply = send(judges, "/v1/score", text_1=query, text_2=documents)
-    assert [one["score"] for one in reply["data"]] == pytest.approx(expected, abs=TOLERANCE)
+    assert [one["score"] for one in reply["data"]] == pytest.approx(
+        expected, abs=TOLERANCE
+    )
     _, ranked = send(
-        judges, "/v1/rerank", query=query, documents=documents, top_n=1, return_documents=False
+        judges,
+        "/v1/rerank",
+        query=query,
+        documents=documents,
+        top_n=1,
+        return_documents=False,
     )
     (best,) = ranked["results"]
     assert best["index"] == expected.index(max(expected))
@@ -212,14 +265,21 @@ def test_a_reranker_says_how_likely_a_yes_is(judges, reranker):
 
 
 def test_a_document_is_cut_and_the_end_of_the_pair_stays(judges, reranker):
-    _, cut = send(judges, "/v1/score", text_1="a", text_2=TEXTS[2], truncate_prompt_tokens=20)
+    _, cut = send(
+        judges, "/v1/score", text_1="a", text_2=TEXTS[2], truncate_prompt_tokens=20
+    )
     assert cut["usage"]["total_tokens"] <= 20
     document = TEXTS[2]
-    while len(ids := ids_of(reranker, f"<q>a<d>{document}?")) > cut["usage"]["total_tokens"]:
+    while (
+        len(ids := ids_of(reranker, f"<q>a<d>{document}?"))
+        > cut["usage"]["total_tokens"]
+    ):
         document = document[:-1]
     found = cut["data"][0]["score"]
     assert found == pytest.approx(score_of(reranker, ids), abs=TOLERANCE)
-    status, reply = send(judges, "/v1/score", text_1=TEXTS[2], text_2="b", truncate_prompt_tokens=9)
+    status, reply = send(
+        judges, "/v1/score", text_1=TEXTS[2], text_2="b", truncate_prompt_tokens=9
+    )
     assert (status, reply["error"]["param"]) == (400, "truncate_prompt_tokens")
     per_document = {"query": "a", "documents": [TEXTS[2]], "max_tokens_per_doc": 3}
     _, short = send(judges, "/v2/rerank", **per_document)
@@ -248,8 +308,12 @@ def test_embeddings_and_scores_in_python_have_the_names_of_vllm(folder):
         expected = embedding_of(folder, ids_of(folder, TEXTS[2])[:4], dimensions=7)
         assert close_to(short.outputs.embedding, expected)
         rows = [embedding_of(folder, ids_of(folder, text)) for text in TEXTS]
-        scores = [one.outputs.score for one in llm.score(TEXTS[0], TEXTS, use_tqdm=False)]
-        assert scores == pytest.approx([float(rows[0] @ row) for row in rows], abs=TOLERANCE)
+        scores = [
+            one.outputs.score for one in llm.score(TEXTS[0], TEXTS, use_tqdm=False)
+        ]
+        assert scores == pytest.approx(
+            [float(rows[0] @ row) for row in rows], abs=TOLERANCE
+        )
         with pytest.raises(RequestError, match="makes embeddings"):
             llm.generate("x", use_tqdm=False)
         with pytest.raises(RequestError, match="can be at most 128"):
@@ -263,6 +327,8 @@ def test_a_model_of_tokens_makes_embeddings_if_asked():
     keywords = {"task": "embed", "tensor_parallel_size": 2}
     with LLM(folder, **keywords, cache={"num_blocks": 300}) as llm:
         (output,) = llm.embed(TEXTS[0], use_tqdm=False)
-        assert close_to(output.outputs.embedding, embedding_of(folder, output.prompt_token_ids))
+        assert close_to(
+            output.outputs.embedding, embedding_of(folder, output.prompt_token_ids)
+        )
         assert llm.generate("x", use_tqdm=False)[0].outputs[0].token_ids
         assert llm.embed(TEXTS[0], use_tqdm=False)[0].outputs == output.outputs

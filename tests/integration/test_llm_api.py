@@ -18,7 +18,14 @@ from tests.support.sources import REPOSITORY
 from tests.support.waiting import until
 
 # What each example of docs/python.md prints, among other things.
-EXAMPLES = ("42.", "8153.", "3 choices", "True ready", "128 True", "context_length_exceeded")
+EXAMPLES = (
+    "42.",
+    "8153.",
+    "3 choices",
+    "True ready",
+    "128 True",
+    "context_length_exceeded",
+)
 GONE_TIMEOUT_S = 30.0
 PROMPT = list(range(20, 60))
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -32,7 +39,12 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def llm(folder):
     """The demo model, which needs no argument, with arguments of vLLM."""
-    keywords = {"dtype": "float32", "max_model_len": 256, "tensor_parallel_size": 1, "seed": 3}
+    keywords = {
+        "dtype": "float32",
+        "max_model_len": 256,
+        "tensor_parallel_size": 1,
+        "seed": 3,
+    }
     folders = [write_adapter(CHECKPOINT, rank=rank, seed=rank) for rank in (4, 8)]
     modules = [f"{rank}={folder}" for rank, folder in zip((4, 8), folders, strict=True)]
     nested = {"router": {"local_prefill": "never"}, "log": {"records": str(folder)}}
@@ -42,8 +54,11 @@ def llm(folder):
 
 def test_the_offline_programs_of_vllm_run_with_another_import_and_leave_no_process():
     file = REPOSITORY / "tests" / "examples" / "offline.py"
-    script = subprocess.Popen([sys.executable, str(file)], stdout=subprocess.PIPE, text=True)
-    nodes: set[psutil.Process] = set()  # and what they run for a moment while they start
+    script = subprocess.Popen(
+        [sys.executable, str(file)], stdout=subprocess.PIPE, text=True
+    )
+    # And what they run for a moment while they start.
+    nodes: set[psutil.Process] = set()
     assert script.stdout is not None
     with script.stdout as lines:
         while len(nodes) < 2 and script.poll() is None:
@@ -70,13 +85,17 @@ def test_prompts_share_cached_blocks_only_with_those_of_the_same_salt(llm):
     ids = list(range(120, 160))
 
     def asked(**given: str) -> RequestOutput:
-        return llm.generate({"prompt_token_ids": ids, **given}, GREEDY, use_tqdm=False)[0]
+        return llm.generate({"prompt_token_ids": ids, **given}, GREEDY, use_tqdm=False)[
+            0
+        ]
 
     salted = [asked(cache_salt=salt) for salt in ("a", "a", "b")]
     outputs = [*salted, asked(), asked()]
     assert [one.num_cached_tokens for one in outputs] == [0, 32, 0, 0, 32]
     assert all(one.outputs == outputs[0].outputs for one in outputs)
-    with pytest.raises(RequestError, match="cache_salt must be a text that is not empty"):
+    with pytest.raises(
+        RequestError, match="cache_salt must be a text that is not empty"
+    ):
         asked(cache_salt="")
 
 
@@ -90,20 +109,31 @@ def test_adapters_run_beside_each_other_and_share_no_blocks(llm):
         (alone,) = llm.generate(ids, GREEDY, use_tqdm=False, lora_request=adapter)
         assert alone.outputs[0].token_ids == expected
         assert alone.num_cached_tokens == 32
-    wrong = {"2": ("", "name=folder"), "4": ("/elsewhere", "two adapters"), "5": ("/no", "cannot")}
+    wrong = {
+        "2": ("", "name=folder"),
+        "4": ("/elsewhere", "two adapters"),
+        "5": ("/no", "cannot"),
+    }
     for name, (folder, reason) in wrong.items():
         with pytest.raises(ConfigError, match=reason):
-            llm.generate(ids, GREEDY, use_tqdm=False, lora_request=LoRARequest(name, 1, folder))
+            llm.generate(
+                ids, GREEDY, use_tqdm=False, lora_request=LoRARequest(name, 1, folder)
+            )
     # One that is named at its first use, as programs for vLLM do it.
     third = LoRARequest("third", 3, str(write_adapter(CHECKPOINT, rank=8, seed=2)))
-    outputs = llm.generate([ids] * 2, GREEDY, use_tqdm=False, lora_request=[third, adapters[1]])
+    outputs = llm.generate(
+        [ids] * 2, GREEDY, use_tqdm=False, lora_request=[third, adapters[1]]
+    )
     assert outputs[0].outputs[0].token_ids not in tokens
     assert outputs[1].outputs[0].token_ids == tokens[1]
 
 
 def test_many_prompts_of_many_lengths_are_answered_each_as_if_alone(llm):
     prompts = [[30 + i] * (1 + 13 * i) for i in range(12)]
-    params = [SamplingParams(temperature=0, max_tokens=1 + i, ignore_eos=True) for i in range(12)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=1 + i, ignore_eos=True)
+        for i in range(12)
+    ]
     together = llm.generate(prompts, params, use_tqdm=False)
     for prompt, wanted, output in zip(prompts, params, together, strict=True):
         (alone,) = llm.generate(prompt, wanted, use_tqdm=False)
@@ -112,13 +142,18 @@ def test_many_prompts_of_many_lengths_are_answered_each_as_if_alone(llm):
 
 
 def test_a_chat_ends_where_the_model_ends_it(llm):
-    told = "The code of Lima is 4071. The code of Oslo is 2210. What is the code of Lima?"
+    told = (
+        "The code of Lima is 4071. The code of Oslo is 2210. What is the code of Lima?"
+    )
     params = SamplingParams(temperature=0, max_tokens=32)
     (answer,) = llm.chat([{"role": "user", "content": told}], params, use_tqdm=False)
     assert "4071" in answer.outputs[0].text
     assert answer.outputs[0].finish_reason == "stop"
     assert llm.get_tokenizer().decode(answer.prompt_token_ids) == answer.prompt
-    assert (llm.get_model_config().name, llm.get_model_config().max_model_len) == ("demo", 256)
+    assert (llm.get_model_config().name, llm.get_model_config().max_model_len) == (
+        "demo",
+        256,
+    )
 
 
 def test_a_profile_is_a_trace_of_each_nodes_steps(llm, folder):

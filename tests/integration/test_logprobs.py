@@ -49,7 +49,9 @@ async def scores(llm: AsyncLLM) -> list[list[PromptScores]]:
     """Those of all prompts at once, beside others, then with all blocks cached, and alone."""
 
     async def one(length: int, **params: object) -> PromptScores:
-        asked = PLAIN.clone(max_tokens=1 + length % 3, prompt_logprobs=NUM_TOP, **params)
+        asked = PLAIN.clone(
+            max_tokens=1 + length % 3, prompt_logprobs=NUM_TOP, **params
+        )
         async for output in llm.generate(prompt(length), asked):
             last = output
         assert len(last.outputs[0].token_ids) == 1 + length % 3
@@ -90,7 +92,9 @@ def oracle() -> Oracle:
 def values_of(token_ids: list[int]) -> torch.Tensor:
     """What transformers gives for the token that follows each of these."""
     with torch.inference_mode():
-        return oracle().model(torch.tensor([token_ids])).logits[0].double().log_softmax(-1)
+        return (
+            oracle().model(torch.tensor([token_ids])).logits[0].double().log_softmax(-1)
+        )
 
 
 def check_one(found: dict[int, Logprob], token_id: int, row: torch.Tensor) -> None:
@@ -158,15 +162,27 @@ def test_the_forms_of_openai_have_an_entry_for_each_token(cluster):
     asked = {"prompt": prompt(9), "max_tokens": 6, "temperature": 0, "ignore_eos": True}
     (whole,) = cluster.complete(**asked, logprobs=2)["choices"]
     found = whole["logprobs"]
-    assert {len(found[name]) for name in ("tokens", "token_logprobs", "top_logprobs")} == {6}
+    assert {
+        len(found[name]) for name in ("tokens", "token_logprobs", "top_logprobs")
+    } == {6}
     assert found["text_offset"][0] == 0
     lengths = [len(token) for token in found["tokens"]]
     assert found["text_offset"][1:] == [sum(lengths[: i + 1]) for i in range(5)]
     with ask(cluster.url(""), {**asked, "logprobs": 2, "stream": True}) as reply:
-        lines = [line[6:] for line in reply.read().decode().splitlines() if line[:5] == "data:"]
-    parts = [json.loads(line)["choices"][0]["logprobs"] for line in lines if line != "[DONE]"]
-    assert [value for part in parts for value in part["token_logprobs"]] == found["token_logprobs"]
-    assert [value for part in parts for value in part["text_offset"]] == found["text_offset"]
+        lines = [
+            line[6:]
+            for line in reply.read().decode().splitlines()
+            if line[:5] == "data:"
+        ]
+    parts = [
+        json.loads(line)["choices"][0]["logprobs"] for line in lines if line != "[DONE]"
+    ]
+    assert [value for part in parts for value in part["token_logprobs"]] == found[
+        "token_logprobs"
+    ]
+    assert [value for part in parts for value in part["text_offset"]] == found[
+        "text_offset"
+    ]
     (plain,) = cluster.complete(**asked)["choices"]
     assert (plain["text"], plain["logprobs"]) == (whole["text"], None)
 
@@ -194,7 +210,9 @@ def test_an_echo_has_them_before_those_of_the_output(cluster):
         assert "".join(found["tokens"]).endswith(own["text"])
         assert choice["text"].endswith(own["text"])
         # Names like `bytes:\\xe6` are parts of characters.
-        lengths = [1 if one.startswith("bytes:") else len(one) for one in found["tokens"]]
+        lengths = [
+            1 if one.startswith("bytes:") else len(one) for one in found["tokens"]
+        ]
         assert found["text_offset"][1:] == [*accumulate(lengths)][:-1]
         assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
         rows = choice["prompt_logprobs"]
@@ -206,7 +224,9 @@ def test_an_echo_has_them_before_those_of_the_output(cluster):
     assert alone["usage"]["completion_tokens"] == 0
     for choice, one in zip(choices, alone["choices"], strict=True):
         assert one["finish_reason"] == "length"
-        assert one["logprobs"] == {name: choice["logprobs"][name][:-3] for name in COLUMNS}
+        assert one["logprobs"] == {
+            name: choice["logprobs"][name][:-3] for name in COLUMNS
+        }
         assert choice["text"].startswith(one["text"])
     chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
     with urllib.request.urlopen(
@@ -222,13 +242,24 @@ def test_a_streamed_echo_has_the_same(cluster, max_tokens):
     asked["return_tokens_as_token_ids"] = True
     whole = cluster.complete(**asked)["choices"]
     with ask(cluster.url(""), {**asked, "stream": True}) as reply:
-        lines = [line[6:] for line in reply.read().decode().splitlines() if line[:5] == "data:"]
+        lines = [
+            line[6:]
+            for line in reply.read().decode().splitlines()
+            if line[:5] == "data:"
+        ]
     parts = [json.loads(line)["choices"][0] for line in lines if line != "[DONE]"]
     for index, choice in enumerate(whole):
         own = [part for part in parts if part["index"] == index]
         assert "".join(part["text"] for part in own) == choice["text"]
         for name in COLUMNS:
-            shown = [one for part in own if part["logprobs"] for one in part["logprobs"][name]]
+            shown = [
+                one
+                for part in own
+                if part["logprobs"]
+                for one in part["logprobs"][name]
+            ]
             assert shown == choice["logprobs"][name]
         ids = ASKED["prompt"][index // 2]
-        assert choice["logprobs"]["tokens"][: len(ids)] == [f"token_id:{one}" for one in ids]
+        assert choice["logprobs"]["tokens"][: len(ids)] == [
+            f"token_id:{one}" for one in ids
+        ]

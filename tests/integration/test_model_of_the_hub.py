@@ -36,13 +36,24 @@ class Hub(BaseHTTPRequestHandler):
         name = path.rpartition("/")[2]
         if path.startswith(f"/api/models/{NAME}/tree/"):
             tree = [
-                {"type": "file", "path": name, "size": file.stat().st_size, "oid": "0" * 40}
+                {
+                    "type": "file",
+                    "path": name,
+                    "size": file.stat().st_size,
+                    "oid": "0" * 40,
+                }
                 for name, file in FILES.items()
             ]
             self._answer(json.dumps(tree).encode(), "application/json")
         elif path.startswith(f"/api/models/{NAME}"):
             siblings = [{"rfilename": name} for name in FILES]
-            about = {"id": NAME, "sha": COMMIT, "siblings": siblings, "tags": [], "private": False}
+            about = {
+                "id": NAME,
+                "sha": COMMIT,
+                "siblings": siblings,
+                "tags": [],
+                "private": False,
+            }
             self._answer(json.dumps(about).encode(), "application/json")
         elif path.startswith(f"/{NAME}/resolve/") and name in FILES:
             self._answer(FILES[name].read_bytes(), "application/octet-stream")
@@ -78,7 +89,9 @@ def hub() -> Iterator[str]:
     thread.join()
 
 
-def fetched(hub: str, cache: Path, code: str = FETCH) -> subprocess.CompletedProcess[str]:
+def fetched(
+    hub: str, cache: Path, code: str = FETCH
+) -> subprocess.CompletedProcess[str]:
     env = {
         **os.environ,
         "HF_ENDPOINT": hub,
@@ -87,7 +100,11 @@ def fetched(hub: str, cache: Path, code: str = FETCH) -> subprocess.CompletedPro
         "HF_HUB_DISABLE_XET": "1",
     }
     return subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -95,7 +112,9 @@ def test_a_model_is_fetched_by_its_name(hub, tmp_path):
     first = fetched(hub, tmp_path)
     assert first.returncode == 0, first.stderr
     folder = Path(first.stdout.strip())
-    assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"].read_bytes()
+    assert (folder / "model.safetensors").read_bytes() == FILES[
+        "model.safetensors"
+    ].read_bytes()
     # The cache is enough once the hub is gone.
     again = fetched("http://127.0.0.1:1", tmp_path)
     assert again.stdout == first.stdout, again.stderr

@@ -25,10 +25,17 @@ BLOCK = 16
 WAIT_S = 60.0
 PROMPT = prompt(4 * BLOCK + 1, salt=70)
 NUM_TOKENS = 8
-BODY = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+BODY = {
+    "prompt": PROMPT,
+    "max_tokens": NUM_TOKENS,
+    "temperature": 0,
+    "ignore_eos": True,
+}
 
 
-def test_a_node_says_what_it_computes_with_and_which_setting_makes_its_pool_short(cluster):
+def test_a_node_says_what_it_computes_with_and_which_setting_makes_its_pool_short(
+    cluster,
+):
     for role in ("prefill", "decode"):
         lines = [line for line in cluster.lines if f" {role}-0: " in line]
         (ready,) = [line for line in lines if f": ready role={role} " in line]
@@ -55,7 +62,10 @@ def test_a_node_says_what_it_computes_with_and_which_setting_makes_its_pool_shor
 
 
 def test_nodes_serve_probes_and_the_counts_that_the_router_shows_of_them(cluster):
-    lines = [re.search(r"(decode|prefill)-0: .*/metrics on (\S+)", line) for line in cluster.lines]
+    lines = [
+        re.search(r"(decode|prefill)-0: .*/metrics on (\S+)", line)
+        for line in cluster.lines
+    ]
     urls = {found[1]: found[2] for found in lines if found}
     assert set(urls) == {"prefill", "decode"}
     expected = {
@@ -79,17 +89,26 @@ def test_nodes_serve_probes_and_the_counts_that_the_router_shows_of_them(cluster
         """What a node counts since, once the router shows the same, by a heartbeat a second."""
         own = counters(urls[role], role)
         is_shown = values(page(cluster), node=f"{role}-0") == own
-        return {name: own[name] - before[role][name] for name in expected[role]} if is_shown else {}
+        return (
+            {name: own[name] - before[role][name] for name in expected[role]}
+            if is_shown
+            else {}
+        )
 
     for role, url in urls.items():
         for path in ("/live", "/ready"):
             with urllib.request.urlopen(url + path, timeout=30.0) as reply:
                 assert reply.status == 200
-        until(lambda role=role: gained(role) == expected[role], lambda role=role: gained(role))
+        until(
+            lambda role=role: gained(role) == expected[role],
+            lambda role=role: gained(role),
+        )
 
 
 @pytest.mark.release
-def test_a_lost_node_stays_visible_as_0_and_one_that_leaves_as_planned_does_not(cluster):
+def test_a_lost_node_stays_visible_as_0_and_one_that_leaves_as_planned_does_not(
+    cluster,
+):
     up = {"node": "decode-1", "role": "decode"}
     for signal_number, text in (
         (signal.SIGTERM, "has left: it was told to end"),
@@ -97,12 +116,21 @@ def test_a_lost_node_stays_visible_as_0_and_one_that_leaves_as_planned_does_not(
     ):
         cluster.start_node("decode", 1)
         until(lambda: values(page(cluster), "gauge", **up).get("baton_node_up") == 1)
-        until(lambda: '"decode-1","role":"decode","state":"ready"' in cluster.get("/health")[1])
+        until(
+            lambda: (
+                '"decode-1","role":"decode","state":"ready"'
+                in cluster.get("/health")[1]
+            )
+        )
         os.kill(cluster.children["decode-1"].pid, signal_number)
         assert cluster.children["decode-1"].wait(time.monotonic() + WAIT_S)
-        until(lambda text=text: any(text in line for line in told_of("decode-1", cluster)))
+        until(
+            lambda text=text: any(text in line for line in told_of("decode-1", cluster))
+        )
         shown = values(page(cluster), "gauge", **up)
-        assert shown.get("baton_node_up") == (0 if signal_number == signal.SIGKILL else None)
+        assert shown.get("baton_node_up") == (
+            0 if signal_number == signal.SIGKILL else None
+        )
     del cluster.children["decode-1"]
     lines = told_of("decode-1", cluster)
     assert [line for line in lines if "is lost: " in line] == lines[-1:]
@@ -120,12 +148,16 @@ def test_a_request_is_one_trace_whose_stages_add_up_to_its_latency(cluster, coll
         requests = json.loads(reply.read())["requests"]
     (shown,) = [one for one in requests if one["request_id"] == name]
     stages = shown["stages"]
-    assert sum(stage["duration_s"] for stage in stages) == pytest.approx(shown["e2e_s"], abs=1e-3)
+    assert sum(stage["duration_s"] for stage in stages) == pytest.approx(
+        shown["e2e_s"], abs=1e-3
+    )
     computed = [stage["stage"] for stage in stages if stage["node"]]
     assert computed[0] in ("queue", "prefill")
     assert {"prefill", "first_step", "decode"} <= set(computed)
     # The root ends last, perhaps in a message of its own.
-    until(lambda: any(span.parent_span_id.hex() == parent for span in collector.of(trace)))
+    until(
+        lambda: any(span.parent_span_id.hex() == parent for span in collector.of(trace))
+    )
     spans = {span.name: span for span in collector.of(trace)}
     (root,) = [span for span in spans.values() if span.parent_span_id.hex() == parent]
     assert root.name == "POST /v1/completions"
@@ -150,8 +182,12 @@ def test_every_query_of_the_board_and_of_the_alerts_finds_what_it_names(cluster)
         found.setdefault(family.full_name, {*family.labels, "model_name"})
     board = json.loads((GRAFANA / "board.json").read_text())
     (group,) = yaml.safe_load((GRAFANA / "alerts.yaml").read_text())["groups"]
-    queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
-    queries += [one["query"] for one in board["templating"]["list"] if one["type"] == "query"]
+    queries = [
+        target["expr"] for panel in board["panels"] for target in panel["targets"]
+    ]
+    queries += [
+        one["query"] for one in board["templating"]["list"] if one["type"] == "query"
+    ]
     for query in [*queries, *(rule["expr"] for rule in group["rules"])]:
         metrics = re.findall(r"\b(?:baton|process)_\w+", query)
         assert set(metrics) <= found.keys(), query
@@ -178,7 +214,9 @@ def counters(url: str, role: str) -> dict[str, float]:
 def told_of(node: str, cluster: Cluster) -> list[str]:
     """What the router's log says of a node that has left."""
     words = ("left as planned", "out of service")
-    lines = [line for line in cluster.lines if f"node={node}" in line and "router:" in line]
+    lines = [
+        line for line in cluster.lines if f"node={node}" in line and "router:" in line
+    ]
     return [line for line in lines if any(word in line for word in words)]
 
 

@@ -28,7 +28,8 @@ async def conversation(llm: AsyncLLM) -> list[RequestOutput]:
         history = [*history, *prompt(NUM_NEW, salt=turn)]
         turns.append(await greedy(llm, history, NUM_OUTPUT))
         history += turns[-1].outputs[0].token_ids
-        await asyncio.sleep(2 * INTERVAL_S)  # until the router knows what the node has cached
+        # Until the router knows what the node has cached.
+        await asyncio.sleep(2 * INTERVAL_S)
     return turns
 
 
@@ -88,16 +89,25 @@ def test_a_node_that_drains_hands_its_cache_over(tmp_path):
         first = await greedy(llm, history, NUM_OUTPUT)
         history += first.outputs[0].token_ids
         await asyncio.sleep(2 * INTERVAL_S)
-        leaver = max(("decode-0", "decode-1"), key=lambda name: len(threads.records(name)))
+        leaver = max(
+            ("decode-0", "decode-1"), key=lambda name: len(threads.records(name))
+        )
         await asyncio.to_thread(threads.nodes[leaver].drain)
         await asyncio.sleep(2 * INTERVAL_S)
         second = await greedy(llm, [*history, *prompt(NUM_NEW, salt=1)], NUM_OUTPUT)
         alone = await greedy(llm, prompt(NUM_ALONE, salt=2), 1)
-        leaver = max(("prefill-0", "prefill-1"), key=lambda name: _computed_last(threads, name))
+        leaver = max(
+            ("prefill-0", "prefill-1"), key=lambda name: _computed_last(threads, name)
+        )
         await asyncio.sleep(2 * INTERVAL_S)
         await asyncio.to_thread(threads.nodes[leaver].drain)
         await asyncio.sleep(2 * INTERVAL_S)
-        return [first, second, alone, await greedy(llm, prompt(NUM_ALONE, salt=2), NUM_OUTPUT)]
+        return [
+            first,
+            second,
+            alone,
+            await greedy(llm, prompt(NUM_ALONE, salt=2), NUM_OUTPUT),
+        ]
 
     first, second, alone, again = threads.run(turns_and_drains)
     check_tokens(folder, [first, second, again])

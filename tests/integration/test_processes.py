@@ -50,10 +50,14 @@ def assert_prompts_are_moved_and_answered(cluster: Cluster, family: str) -> None
     prompts = [prompt(length, salt=80 + length) for length in LENGTHS]
     before = num_bytes_read(cluster), prompt_tokens_computed(cluster, "decode-0")
     with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = list(pool.map(lambda token_ids: answered(cluster, token_ids), prompts))
+        answers = list(
+            pool.map(lambda token_ids: answered(cluster, token_ids), prompts)
+        )
     for token_ids, tokens in zip(prompts, answers, strict=True):
         count_ties(oracle(family).greedy(token_ids, NUM_TOKENS), tokens)
-    num_bytes = sum(-(-length // 16) for length in LENGTHS) * block_bytes(model_folder(family), 16)
+    num_bytes = sum(-(-length // 16) for length in LENGTHS) * block_bytes(
+        model_folder(family), 16
+    )
     until(lambda: num_bytes_read(cluster) - before[0] >= num_bytes)
     assert num_bytes_read(cluster) - before[0] == num_bytes
     assert prompt_tokens_computed(cluster, "decode-0") == before[1]
@@ -91,10 +95,14 @@ def test_a_prompt_goes_on_where_its_beginning_is_cached(tmp_path):
         before = {name: prompt_tokens_computed(cluster, name) for name in names}
         tokens = answered(cluster, longer)
         metrics = cluster.get("/metrics")[1]
-        computed = {name: prompt_tokens_computed(cluster, name) - before[name] for name in names}
+        computed = {
+            name: prompt_tokens_computed(cluster, name) - before[name] for name in names
+        }
     count_ties(oracle("qwen3").greedy(longer, NUM_TOKENS), tokens)
     assert sorted(computed.values()) == [0, 0, 0, 10], computed
-    assert computed["prefill-0"] + computed["prefill-1"] == 0, "decode had all but 10 tokens"
+    assert computed["prefill-0"] + computed["prefill-1"] == 0, (
+        "decode had all but 10 tokens"
+    )
     assert len(begun) == metric(metrics, "baton_predicted_cached_prompt_tokens_total")
     assert metric(metrics, "baton_mispredicted_cached_prompt_tokens_total") == 0
 

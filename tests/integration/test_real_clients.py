@@ -146,7 +146,8 @@ class Tool:
 
     packages: tuple[str, ...]
     words: tuple[str, ...]
-    check: Callable[[str, Path], None]  # of what it printed, and of the folder where it ran
+    # Of what it printed, and of the folder where it ran.
+    check: Callable[[str, Path], None]
     prepare: Callable[["Environment"], None] = lambda _: None
 
 
@@ -158,7 +159,10 @@ class Environment:
         venv.create(folder / "venv", with_pip=True)
         self.bin = folder / "venv" / "bin"
         (packages,) = (folder / "venv" / "lib").glob("python*/site-packages")
-        ours = [f"import site; site.addsitedir({path!r})\n" for path in site.getsitepackages()]
+        ours = [
+            f"import site; site.addsitedir({path!r})\n"
+            for path in site.getsitepackages()
+        ]
         (packages / "ours.pth").write_text("".join(ours))
 
     def pip(self, *words: str) -> None:
@@ -168,8 +172,14 @@ class Environment:
             last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
             pytest.skip(f"pip {' '.join(words)}: {last}")
 
-    def run(self, *words: str, seconds: float = RUN_S) -> subprocess.CompletedProcess[str]:
-        env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(self.folder), "COLUMNS": "200"}
+    def run(
+        self, *words: str, seconds: float = RUN_S
+    ) -> subprocess.CompletedProcess[str]:
+        env = os.environ | {
+            "HF_HUB_OFFLINE": "1",
+            "HF_HOME": str(self.folder),
+            "COLUMNS": "200",
+        }
         command = [str(self.bin / words[0]), *words[1:]]
         return subprocess.run(
             command,
@@ -198,7 +208,10 @@ def guidellm_counts(_: str, folder: Path) -> None:
 def aiperf_counts(_: str, folder: Path) -> None:
     (report,) = folder.glob("**/profile_export_aiperf.json")
     found = json.loads(report.read_text())
-    assert (found["completed_request_count"]["avg"], found["error_summary"]) == (NUM_REQUESTS, [])
+    assert (found["completed_request_count"]["avg"], found["error_summary"]) == (
+        NUM_REQUESTS,
+        [],
+    )
 
 
 def lm_eval_is_right(printed: str, _: Path) -> None:
@@ -221,7 +234,9 @@ def cache_tokenizer(environment: Environment) -> None:
 
 
 def take_vllm_client(environment: Environment) -> None:
-    environment.pip("download", "--no-deps", "--only-binary=:all:", "--dest", ".", "vllm")
+    environment.pip(
+        "download", "--no-deps", "--only-binary=:all:", "--dest", ".", "vllm"
+    )
     (wheel,) = environment.folder.glob("vllm-*.whl")
     with zipfile.ZipFile(wheel) as files:
         code = files.read("vllm/benchmarks/lib/endpoint_request_func.py")
@@ -231,7 +246,9 @@ def take_vllm_client(environment: Environment) -> None:
 
 TOOLS = {
     "openai": Tool(
-        ("openai",), ("python", "-c", OPENAI, "{}"), prints("<class 'bool'>", "tell", "42.")
+        ("openai",),
+        ("python", "-c", OPENAI, "{}"),
+        prints("<class 'bool'>", "tell", "42."),
     ),
     "anthropic": Tool(
         ("anthropic",),
@@ -326,7 +343,9 @@ def test_a_tool_reports_no_failed_request(name, cluster, tmp_path):
     environment = Environment(tmp_path)
     environment.pip("install", *tool.packages)
     tool.prepare(environment)
-    done = environment.run(*(word.replace("{}", cluster.url("")) for word in tool.words))
+    done = environment.run(
+        *(word.replace("{}", cluster.url("")) for word in tool.words)
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     tool.check(done.stdout, tmp_path)
 

@@ -21,7 +21,10 @@ def test_systemd_accepts_every_unit(scope, tmp_path):
             "first": {"role": "prefill", "cpus": 2, "memory_mib": 2048},
             "second": {"role": "decode", "replicas": 2, "env": {"NOTE": words[0]}},
         },
-        "settings": {"model": {"served_model_name": words[0]}, "router": {"api_keys": ["s3cret"]}},
+        "settings": {
+            "model": {"served_model_name": words[0]},
+            "router": {"api_keys": ["s3cret"]},
+        },
         "systemd": {"scope": scope},
         "key": "cluster.key",
     }

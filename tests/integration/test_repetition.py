@@ -9,9 +9,15 @@ from tests.support.node_threads import NodeThreads, always_local, never_local
 from tests.support.oracle import prompt
 
 FREE = SamplingParams(
-    temperature=0, max_tokens=200, ignore_eos=True, allowed_token_ids=[70, 71], output_kind="final"
+    temperature=0,
+    max_tokens=200,
+    ignore_eos=True,
+    allowed_token_ids=[70, 71],
+    output_kind="final",
 )
-CIRCLES = RepetitionDetectionParams(max_pattern_size=20, min_pattern_size=1, min_count=3)
+CIRCLES = RepetitionDetectionParams(
+    max_pattern_size=20, min_pattern_size=1, min_count=3
+)
 
 
 async def said(llm: AsyncLLM, params: SamplingParams) -> CompletionOutput:
@@ -22,7 +28,9 @@ async def said(llm: AsyncLLM, params: SamplingParams) -> CompletionOutput:
 
 
 async def free_and_stopped(llm: AsyncLLM) -> tuple[CompletionOutput, CompletionOutput]:
-    return await said(llm, FREE), await said(llm, FREE.clone(repetition_detection=CIRCLES))
+    return await said(llm, FREE), await said(
+        llm, FREE.clone(repetition_detection=CIRCLES)
+    )
 
 
 @pytest.mark.parametrize("place", [never_local, always_local])
@@ -37,5 +45,8 @@ def test_an_output_ends_with_its_first_repetition(place, tmp_path):
         and free.token_ids[end - 3 * size : end] == free.token_ids[end - size : end] * 3
     ]
     assert stopped.token_ids == free.token_ids[: ends[0]]
-    assert (stopped.finish_reason, stopped.stop_reason) == ("repetition", "repetition_detected")
+    assert (stopped.finish_reason, stopped.stop_reason) == (
+        "repetition",
+        "repetition_detected",
+    )
     assert (free.finish_reason, free.stop_reason) == ("length", None)

@@ -50,7 +50,9 @@ def post(cluster: Cluster, path: str, **body: object) -> tuple[int, str]:
 
 
 def load(cluster: Cluster, name: str, path: Path, **more: object) -> tuple[int, str]:
-    return post(cluster, "/v1/load_lora_adapter", lora_name=name, lora_path=str(path), **more)
+    return post(
+        cluster, "/v1/load_lora_adapter", lora_name=name, lora_path=str(path), **more
+    )
 
 
 def unload(cluster: Cluster, name: str) -> tuple[int, str]:
@@ -147,7 +149,9 @@ def test_a_node_that_dies_during_a_load_gets_the_adapter_when_it_is_back(tmp_pat
     with serving(tmp_path, decode=2) as cluster:
         os.kill(cluster.children["decode-0"].pid, signal.SIGSTOP)
         answers: list[tuple[int, str]] = []
-        loading = threading.Thread(target=lambda: answers.append(load(cluster, "mine", adapter)))
+        loading = threading.Thread(
+            target=lambda: answers.append(load(cluster, "mine", adapter))
+        )
         loading.start()
         cluster.wait_for_line("decode-1: an adapter was loaded")
         cluster.kill("decode-0")

@@ -48,7 +48,8 @@ class Serve:
         self.wait_for(r'(?m)^curl |"process": "serve", "message": "ready"')
         self.children: dict[str, psutil.Process] = {}  # the first of each role
         for child in psutil.Process(process.pid).children():
-            with suppress(psutil.NoSuchProcess, IndexError):  # it has ended, or has no program yet
+            # It has ended, or has no program yet.
+            with suppress(psutil.NoSuchProcess, IndexError):
                 if (role := child.cmdline()[3]) in ROLES:
                     self.children.setdefault(role, child)
 
@@ -67,7 +68,9 @@ class Serve:
         return self.process.wait(STOP_TIMEOUT_S)
 
     def all_gone(self) -> bool:
-        return not psutil.wait_procs(list(self.children.values()), timeout=STOP_TIMEOUT_S)[1]
+        return not psutil.wait_procs(
+            list(self.children.values()), timeout=STOP_TIMEOUT_S
+        )[1]
 
 
 @contextmanager
@@ -104,14 +107,18 @@ def serving(folder: Path, *arguments: str, roles: Set[str] = ROLES) -> Iterator[
 
 def chat(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "baton", "chat", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=60
+    )
 
 
 def test_what_serve_prints_works_as_pasted(tmp_path):
     with serving(tmp_path) as serve:
         curl = serve.wait_for(r"(?m)^curl .*$")
         script = serve.wait_for(r"(?ms)^from openai import.*?^print\([^\n]*$")
-        reply = subprocess.run(shlex.split(curl), capture_output=True, text=True, check=True)
+        reply = subprocess.run(
+            shlex.split(curl), capture_output=True, text=True, check=True
+        )
         assert json.loads(reply.stdout)["choices"][0]["text"] == " 4071."
         said = subprocess.run(
             [sys.executable, "-c", script], capture_output=True, text=True, check=False
@@ -143,7 +150,9 @@ def test_a_unix_socket_serves_what_is_pasted_and_outlives_its_router(tmp_path):
         curl = serve.wait_for(r"(?m)^curl .*$")
         words = shlex.split(serve.wait_for(r"(?m)^baton chat .*$"))
         assert f"--unix-socket {path} http://localhost/v1/completions" in curl
-        reply = subprocess.run(shlex.split(curl), capture_output=True, text=True, check=True)
+        reply = subprocess.run(
+            shlex.split(curl), capture_output=True, text=True, check=True
+        )
         assert json.loads(reply.stdout)["choices"][0]["text"] == " 4071."
         said = chat(*words[2:])
         assert said.stdout == "42.\n", said.stderr
@@ -153,13 +162,20 @@ def test_a_unix_socket_serves_what_is_pasted_and_outlives_its_router(tmp_path):
         assert "decode-0" in shown.stdout
         named = [*curl.split(" http://", 1)[0].split(), "-sH", "Host: llm.example"]
         front = subprocess.run(
-            [*named, "http://localhost/health"], capture_output=True, text=True, check=True
+            [*named, "http://localhost/health"],
+            capture_output=True,
+            text=True,
+            check=True,
         )
-        assert json.loads(front.stdout)["status"] == "ready", "no page can reach a socket"
+        assert json.loads(front.stdout)["status"] == "ready", (
+            "no page can reach a socket"
+        )
 
         serve.children["router"].kill()
         serve.wait_for("process ended and will start again")
-        until(lambda: chat("--url", f"unix:{path}", "What is 17 + 25?").stdout == "42.\n")
+        until(
+            lambda: chat("--url", f"unix:{path}", "What is 17 + 25?").stdout == "42.\n"
+        )
         serve.process.send_signal(signal.SIGINT)
         assert serve.wait_for_exit() == 0, serve.text
         assert not path.exists()
@@ -167,9 +183,13 @@ def test_a_unix_socket_serves_what_is_pasted_and_outlives_its_router(tmp_path):
 
 def test_a_model_that_makes_no_tokens_gets_no_decode_node(tmp_path):
     model = str(embedding_folder("qwen3", num_layers=1))
-    with serving(tmp_path, model, "--memory-mib", "64", roles={"router", "prefill"}) as serve:
+    with serving(
+        tmp_path, model, "--memory-mib", "64", roles={"router", "prefill"}
+    ) as serve:
         curl = serve.wait_for(r"(?m)^curl .*$")
-        reply = subprocess.run(shlex.split(curl), capture_output=True, text=True, check=True)
+        reply = subprocess.run(
+            shlex.split(curl), capture_output=True, text=True, check=True
+        )
         assert len(json.loads(reply.stdout)["data"]) == 2
         serve.process.send_signal(signal.SIGINT)
         assert serve.wait_for_exit() == 0, serve.text
@@ -185,7 +205,8 @@ def test_no_stranger_takes_the_port_while_a_router_starts_again():
         for _ in range(2):
             with bound(reuse_port=True) as router, closing(socket.socket()) as client:
                 client.connect(router.getsockname())
-                router.accept()[0].close()  # this end closes first, so the port has a leftover
+                # This end closes first, so the port has a leftover.
+                router.accept()[0].close()
             # It sets SO_REUSEADDR, as most servers do.
             with pytest.raises(OSError, match="in use"):
                 bound()
@@ -205,14 +226,22 @@ def files_of(serve: Serve) -> list[Path]:
 
 def test_it_speaks_https_and_json_alone_and_a_second_signal_ends_it_at_once(tmp_path):
     made = make_certificate(tmp_path)
-    flags = ("--ssl-certfile", str(made.cert), "--ssl-keyfile", str(made.key), "--log-json")
+    flags = (
+        "--ssl-certfile",
+        str(made.cert),
+        "--ssl-keyfile",
+        str(made.key),
+        "--log-json",
+    )
     keys = tmp_path / "keys.txt"
     keys.touch()
     flags += ("--api-key", API_KEY, "--api-key-file", str(keys))
     with serving(tmp_path, *flags) as serve:
         url = serve.wait_for(r"https://[^/\"]+(?=/v1)")
         question = "The code of Lima is 4071. What is the code of Lima?"
-        assert not [file for file in files_of(serve) if API_KEY.encode() in file.read_bytes()]
+        assert not [
+            file for file in files_of(serve) if API_KEY.encode() in file.read_bytes()
+        ]
         words = ("--url", url, "--ca-file", str(made.cert), "--api-key", API_KEY)
         trusting = chat(*words, question)
         assert "4071" in trusting.stdout, trusting.stderr
@@ -249,8 +278,11 @@ def test_what_dies_or_cannot_start_is_started_again_and_what_does_not_answer_is_
     """The router serves on the same port, and the others serve without the node that cannot."""
     with ExitStack() as stack:
         # An address of this process alone on this host, so that its ports are free.
-        address = "127." + ".".join(str(byte) for byte in os.getpid().to_bytes(3, "big"))
-        stack.enter_context(socket.create_server((address, 18_002)))  # decode-1 needs it
+        address = "127." + ".".join(
+            str(byte) for byte in os.getpid().to_bytes(3, "big")
+        )
+        # Decode-1 needs it.
+        stack.enter_context(socket.create_server((address, 18_002)))
         http = f"node.http={address}:18000"
         serve = stack.enter_context(serving(tmp_path, "--decode", "2", "--set", http))
         url = serve.wait_for(r"http://\S+(?=/v1)")
@@ -260,7 +292,9 @@ def test_what_dies_or_cannot_start_is_started_again_and_what_does_not_answer_is_
         serve.children["router"].kill()
         serve.wait_for("process=router code=-9")
         assert complete_when_served(url) == 2
-        serve.children |= {str(c.pid): c for c in psutil.Process(serve.process.pid).children()}
+        serve.children |= {
+            str(c.pid): c for c in psutil.Process(serve.process.pid).children()
+        }
         serve.children["prefill"].suspend()  # which also shows that it is the first one
         serve.process.send_signal(signal.SIGTERM)
         assert serve.wait_for_exit() == 0
@@ -272,7 +306,9 @@ def test_router_processes_share_one_port_and_die_alone(tmp_path):
     """There are two of them before one pair of nodes: either gives the same answers."""
     with ExitStack() as open_ones:
         serve = open_ones.enter_context(serving(tmp_path, "--router-processes", "2"))
-        connected_to = partial(connect, open_ones, int(serve.wait_for(r"(?<=:)\d+(?=/v1)")))
+        connected_to = partial(
+            connect, open_ones, int(serve.wait_for(r"(?<=:)\d+(?=/v1)"))
+        )
         first, second = (connected_to(f"router-{index}") for index in range(2))
         alone = [completed(first, number) for number in range(8)]
         with ThreadPoolExecutor(8) as pool:
@@ -312,7 +348,9 @@ def connect(
     raise AssertionError(f"{router} does not answer")
 
 
-def completed(connection: http.client.HTTPConnection, number: int, num_tokens: int = 24) -> str:
+def completed(
+    connection: http.client.HTTPConnection, number: int, num_tokens: int = 24
+) -> str:
     _ask(connection, number, num_tokens, stream=False)
     return str(json.load(connection.getresponse())["choices"][0]["text"])
 
@@ -327,7 +365,11 @@ def streamed(connection: http.client.HTTPConnection, num_tokens: int) -> Iterato
 
 
 def _ask(
-    connection: http.client.HTTPConnection, number: int, num_tokens: int, *, stream: bool
+    connection: http.client.HTTPConnection,
+    number: int,
+    num_tokens: int,
+    *,
+    stream: bool,
 ) -> None:
     body = {
         "prompt": f"The code of Lima is 407{number}. What is",

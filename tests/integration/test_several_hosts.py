@@ -66,7 +66,11 @@ class Three:
         write_cluster(folder, DESCRIBED)
 
     def start(self, host: int) -> None:
-        words = (str(self.folder / "cluster.yaml"), "--state", str(self.folder / f"state-{host}"))
+        words = (
+            str(self.folder / "cluster.yaml"),
+            "--state",
+            str(self.folder / f"state-{host}"),
+        )
         command = [sys.executable, "-m", "baton", "up", *words]
         self.up[host] = self.on.start(host, command, self.folder / f"up-{host}.log")
 
@@ -132,7 +136,8 @@ def looked_at(on: Hosts, folder: Path, *words: str) -> tuple[int, str]:
 
 
 def test_every_path_between_hosts_is_measured_as_nodes_would_read(tmp_path):
-    described = {**DESCRIBED, "settings": {"cache": {"memory_mib": 64}}}  # any transport
+    # Any transport.
+    described = {**DESCRIBED, "settings": {"cache": {"memory_mib": 64}}}
     write_cluster(tmp_path, described)
     with hosts(3) as on:
         code, said = looked_at(on, tmp_path)

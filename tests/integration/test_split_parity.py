@@ -46,7 +46,9 @@ def expected(family: str, length: int) -> Expected:
     return expected_of(model_folder(family), length)
 
 
-def settings(checkpoint: str | Path, *, verify: bool = False, **cache: object) -> ClusterConfig:
+def settings(
+    checkpoint: str | Path, *, verify: bool = False, **cache: object
+) -> ClusterConfig:
     return tiny_cluster(
         checkpoint,
         cache={"block_size": BLOCK, "num_blocks": 700, **cache},
@@ -70,12 +72,15 @@ async def greedy(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_split_serving_says_what_transformers_says(family, tmp_path):
-    lengths = (*LENGTHS, LONG) if family in ("llama", "mistral") else LENGTHS  # one has a window
+    # One has a window.
+    lengths = (*LENGTHS, LONG) if family in ("llama", "mistral") else LENGTHS
 
     async def all_at_once(llm: AsyncLLM) -> list[RequestOutput]:
         return await asyncio.gather(*(greedy(llm, prompt(n)) for n in lengths))
 
-    cluster = NodeThreads(tmp_path, never_local(settings(family, enable_prefix_caching=False)))
+    cluster = NodeThreads(
+        tmp_path, never_local(settings(family, enable_prefix_caching=False))
+    )
     outputs = cluster.run(all_at_once)
     ties = 0
     for length, output in zip(lengths, outputs, strict=True):
@@ -102,7 +107,9 @@ def test_prefix_hits_on_either_side_change_nothing(
 ):
     length = 5 * BLOCK + 3
     config = (never_local if is_split else always_local)(settings(family))
-    cluster = NodeThreads(tmp_path, config, prefix={"prefill": prefill_hits, "decode": decode_hits})
+    cluster = NodeThreads(
+        tmp_path, config, prefix={"prefill": prefill_hits, "decode": decode_hits}
+    )
 
     async def twice(llm: AsyncLLM) -> list[RequestOutput]:
         return [await greedy(llm, prompt(length)) for _ in range(2)]
@@ -143,7 +150,9 @@ def test_any_degrees_on_both_sides_say_what_one_rank_says(
     async def some(llm: AsyncLLM) -> list[RequestOutput]:
         chosen = [None if model == folder else LoRARequest("mine") for model in models]
         pairs = zip(lengths, chosen, strict=True)
-        return await asyncio.gather(*(greedy(llm, prompt(n), adapter=one) for n, one in pairs))
+        return await asyncio.gather(
+            *(greedy(llm, prompt(n), adapter=one) for n, one in pairs)
+        )
 
     outputs = cluster.run(some)
     for length, of_model, output in zip(lengths, models, outputs, strict=True):
@@ -169,12 +178,16 @@ def said_with_fp8_blocks(folder: Path, length: int) -> Expected:
             token_ids.append(int(row.argmax()))
             gaps.append(float(best[0] - best[1]))
             text.tokens.append(token_ids[-1])
-            row = logits(runner, text.chunk(len(text.tokens) - 1, len(text.tokens)))[0][0]
+            row = logits(runner, text.chunk(len(text.tokens) - 1, len(text.tokens)))[0][
+                0
+            ]
     return Expected(token_ids, gaps)
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (1, 2), nightly(2, 1)])
-def test_fp8_blocks_take_a_quarter_of_the_bytes_to_any_degree(prefill, decode, tmp_path):
+def test_fp8_blocks_take_a_quarter_of_the_bytes_to_any_degree(
+    prefill, decode, tmp_path
+):
     """Each slice of heads brings its exponents. The bytes are those of fp32, and one for a row."""
     folder = model_folder("llama", num_kv_heads=2, head_dim=32)
     config = settings(folder, verify=True)
@@ -195,7 +208,10 @@ def test_fp8_blocks_take_a_quarter_of_the_bytes_to_any_degree(prefill, decode, t
             count_ties(expected, token_ids)
     assert cluster.prompt_tokens_computed("decode-0") == 0
     num_blocks = sum(-(-n // BLOCK) for n in LENGTHS)
-    assert cluster.num_bytes_read("decode-0") == num_blocks * cluster.block_bytes * 33 // 128
+    assert (
+        cluster.num_bytes_read("decode-0")
+        == num_blocks * cluster.block_bytes * 33 // 128
+    )
 
 
 @pytest.mark.parametrize(
@@ -222,14 +238,19 @@ def test_fp8_blocks_take_a_quarter_of_the_bytes_to_any_degree(prefill, decode, t
         nightly("gemma3_text", 1, 2),
     ],
 )
-def test_a_crowd_of_sequences_shares_experts_or_transformers_code(kind, prefill, decode, tmp_path):
+def test_a_crowd_of_sequences_shares_experts_or_transformers_code(
+    kind, prefill, decode, tmp_path
+):
     """The second time with cached prefixes, on ranks that hold a part of each expert."""
     folder = foreign_folder(kind)
     ranks: dict[Role, int] = {"prefill": prefill, "decode": decode}
     cluster = NodeThreads(tmp_path, never_local(settings(folder)), ranks=ranks)
 
     async def twice(llm: AsyncLLM) -> list[RequestOutput]:
-        again = [await asyncio.gather(*(greedy(llm, prompt(n)) for n in LENGTHS)) for _ in range(2)]
+        again = [
+            await asyncio.gather(*(greedy(llm, prompt(n)) for n in LENGTHS))
+            for _ in range(2)
+        ]
         return again[0] + again[1]
 
     for length, output in zip(LENGTHS * 2, cluster.run(twice), strict=True):

@@ -10,7 +10,13 @@ from baton.protocol.config import ClusterConfig
 from baton.protocol.messages import Role
 from baton.protocol.sampling import SamplingParams
 from baton.router.outputs import RequestOutput
-from tests.integration.test_split_parity import BLOCK, LENGTHS, expected_of, greedy, settings
+from tests.integration.test_split_parity import (
+    BLOCK,
+    LENGTHS,
+    expected_of,
+    greedy,
+    settings,
+)
 from tests.support.depth import nightly
 from tests.support.foreign_checkpoints import foreign_folder
 from tests.support.node_threads import NodeThreads, always_local, never_local
@@ -58,7 +64,9 @@ async def all_at_once(llm: AsyncLLM) -> list[RequestOutput]:
         nightly("nemotron_h", 2, 1),
     ],
 )
-def test_the_state_travels_as_more_blocks_to_ranks_of_any_number(kind, prefill, decode, tmp_path):
+def test_the_state_travels_as_more_blocks_to_ranks_of_any_number(
+    kind, prefill, decode, tmp_path
+):
     ranks: dict[Role, int] = {"prefill": prefill, "decode": decode}
     config = never_local(config_of(kind, enable_prefix_caching=False))
     cluster = NodeThreads(tmp_path, config, ranks=ranks)
@@ -91,7 +99,10 @@ def test_a_prompt_goes_on_from_a_checkpoint_of_the_cache(is_split, tmp_path):
     )
 
     async def thrice(llm: AsyncLLM) -> list[RequestOutput]:
-        return [await greedy(llm, [*token_ids[:n], *prompt(length - n, 9)]) for n in (197, 197, 70)]
+        return [
+            await greedy(llm, [*token_ids[:n], *prompt(length - n, 9)])
+            for n in (197, 197, 70)
+        ]
 
     first, second, third = cluster.run(thrice)
     expected = expected_of(foreign_folder(KINDS[0]), length)
@@ -112,7 +123,9 @@ def test_choices_go_on_from_copies_of_one_state(tmp_path):
     async def some(llm: AsyncLLM) -> list[list[list[int]]]:
         found = []
         for _ in range(2):
-            params = SamplingParams(n=3, seed=5, temperature=1.0, max_tokens=20, ignore_eos=True)
+            params = SamplingParams(
+                n=3, seed=5, temperature=1.0, max_tokens=20, ignore_eos=True
+            )
             async for output in llm.generate(token_ids, params):
                 last = output
             found.append([one.token_ids for one in last.outputs])

@@ -15,7 +15,12 @@ from baton.node.scheduling.plan import StepPlan, StepResult
 from baton.protocol.sampling import SamplingParams
 from baton.router.outputs import RequestOutput
 from tests.support.checkpoints import tiny_cluster
-from tests.support.node_threads import NodeThreads, always_local, never_local, wrap_transports
+from tests.support.node_threads import (
+    NodeThreads,
+    always_local,
+    never_local,
+    wrap_transports,
+)
 from tests.support.oracle import prompt
 from tests.support.watched_transport import WatchedTransport
 
@@ -53,13 +58,25 @@ def test_sequences_join_and_leave_decode_steps_and_prompt_chunks_run_in_these(tm
     config = tiny_cluster(cache={"num_blocks": 256}, engine=engine)
     cluster = NodeThreads(tmp_path, always_local(config))
     cluster.run(use)
-    steps = [record for record in cluster.records("decode-0") if isinstance(record, StepRecord)]
+    steps = [
+        record
+        for record in cluster.records("decode-0")
+        if isinstance(record, StepRecord)
+    ]
     batches = [{part.key.request_id for part in step.slices} for step in steps]
     assert max(len(batch) for batch in batches) >= 4
     # One may join in the very step in which another leaves.
-    pairs = [(before, after) for before, after in itertools.pairwise(batches) if before & after]
-    assert any(after - before for before, after in pairs), "nothing joined a running batch"
-    assert any(before - after for before, after in pairs), "nothing left a running batch"
+    pairs = [
+        (before, after)
+        for before, after in itertools.pairwise(batches)
+        if before & after
+    ]
+    assert any(after - before for before, after in pairs), (
+        "nothing joined a running batch"
+    )
+    assert any(before - after for before, after in pairs), (
+        "nothing left a running batch"
+    )
     mixed = [
         step
         for step in steps
@@ -98,7 +115,9 @@ class Meeting:
             if (runner, result.step_id) in chunks:
                 step = next(steps)
                 if step % CHUNKS:
-                    assert self.is_posted[step - 1].wait(DEADLINE_S), "read only after the chunk"
+                    assert self.is_posted[step - 1].wait(DEADLINE_S), (
+                        "read only after the chunk"
+                    )
                 self.is_computed[step].set()
             return result
 
@@ -124,7 +143,9 @@ class HeldTransport(WatchedTransport):
     def test(self, handle: int) -> bool:
         following = self._steps[handle] + 1
         is_last = following % CHUNKS == 0
-        return (is_last or self._meeting.is_computed[following].is_set()) and super().test(handle)
+        return (
+            is_last or self._meeting.is_computed[following].is_set()
+        ) and super().test(handle)
 
 
 def test_blocks_are_read_while_the_next_chunk_computes(tmp_path, monkeypatch):
@@ -140,8 +161,14 @@ def test_blocks_are_read_while_the_next_chunk_computes(tmp_path, monkeypatch):
             await whole(llm, CHUNKS * CHUNK, 4, salt)
 
     nodes.run(use)
-    chunks = [record for record in nodes.records("prefill-0") if isinstance(record, StepRecord)]
-    reads = [record for record in nodes.records("decode-0") if isinstance(record, ReadRecord)]
+    chunks = [
+        record
+        for record in nodes.records("prefill-0")
+        if isinstance(record, StepRecord)
+    ]
+    reads = [
+        record for record in nodes.records("decode-0") if isinstance(record, ReadRecord)
+    ]
     assert [step.num_prompt_tokens for step in chunks] == [CHUNK] * NUM_STEPS
     assert len(reads) == NUM_STEPS
     for read, done in zip(reads, chunks, strict=True):

@@ -26,7 +26,10 @@ from tests.support.oracle import prompt
 EOS = 2
 PERSON = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer"},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }
@@ -65,7 +68,9 @@ def settings() -> ClusterConfig:
     )
 
 
-async def said(llm: AsyncLLM, length: int, params: SamplingParams) -> list[CompletionOutput]:
+async def said(
+    llm: AsyncLLM, length: int, params: SamplingParams
+) -> list[CompletionOutput]:
     final = msgspec.structs.replace(params, output_kind="final", detokenize=True)
     async for output in llm.generate(prompt(length), final):
         last = output
@@ -78,7 +83,11 @@ async def all_forms(llm: AsyncLLM) -> list[list[CompletionOutput]]:
             llm,
             33 + 20 * index,
             SamplingParams(
-                seed=index, max_tokens=120, n=2, temperature=0.9, structured_outputs=form
+                seed=index,
+                max_tokens=120,
+                n=2,
+                temperature=0.9,
+                structured_outputs=form,
             ),
         )
         for index, form in enumerate(FORMS)
@@ -127,7 +136,8 @@ def check_all(outputs: list[list[CompletionOutput]]) -> None:
 
 
 def test_every_form_is_kept_and_equal_split_and_aggregated(tmp_path, monkeypatch):
-    monkeypatch.setattr(token_masks, "COMPILE_WAIT_S", 0.0)  # samples are repeated until it ends
+    # Samples are repeated until it ends.
+    monkeypatch.setattr(token_masks, "COMPILE_WAIT_S", 0.0)
     nodes = NodeThreads(tmp_path, never_local(settings()))
     split = nodes.run(all_forms)
     num_prompt_tokens = sum(33 + 20 * index for index in range(len(FORMS))) + 3 * 90
@@ -142,20 +152,26 @@ def test_every_form_is_kept_and_equal_split_and_aggregated(tmp_path, monkeypatch
 @pytest.mark.release
 def test_ranks_of_a_node_agree_on_every_form(tmp_path):
     ranks: dict[Role, int] = {"prefill": 1, "decode": 2}
-    check_all(NodeThreads(tmp_path, never_local(settings()), ranks=ranks).run(all_forms))
+    check_all(
+        NodeThreads(tmp_path, never_local(settings()), ranks=ranks).run(all_forms)
+    )
 
 
 @pytest.mark.parametrize(
     "place", [never_local, pytest.param(always_local, marks=pytest.mark.release)]
 )
 def test_a_grammar_that_becomes_too_complex_ends_its_request_alone(place, tmp_path):
-    grammar = StructuredOutputsParams(grammar='start: s{60}\ns: s s | s s s | "a" | "b"')
+    grammar = StructuredOutputsParams(
+        grammar='start: s{60}\ns: s s | s s s | "a" | "b"'
+    )
     tree = SamplingParams(seed=1, max_tokens=400, n=2, structured_outputs=grammar)
     never = SamplingParams(allowed_token_ids=[6], bad_words=["$"], max_tokens=9)
 
     async def together(llm: AsyncLLM) -> list[object]:
         assert llm.get_tokenizer().encode("$", add_special_tokens=False) == [6]
-        free = said(llm, 40, SamplingParams(temperature=0, max_tokens=80, ignore_eos=True))
+        free = said(
+            llm, 40, SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+        )
         asked = (said(llm, 50, tree), said(llm, 20, never), free)
         return await asyncio.gather(*asked, return_exceptions=True)
 
@@ -169,13 +185,19 @@ def test_a_grammar_that_becomes_too_complex_ends_its_request_alone(place, tmp_pa
 
 SCHEMA = {
     "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"$ref": "#/$defs/days"}},
+    "properties": {
+        "city": {"type": "string", "maxLength": 8},
+        "days": {"$ref": "#/$defs/days"},
+    },
     "required": ["city", "days"],
     "additionalProperties": False,
     "$defs": {"days": {"type": "integer", "minimum": 0, "maximum": 99}},
 }
 TOOLS: Any = [
-    {"type": "function", "function": {"name": name, "parameters": SCHEMA, "strict": True}}
+    {
+        "type": "function",
+        "function": {"name": name, "parameters": SCHEMA, "strict": True},
+    }
     for name in ("weather", "tides")
 ]
 
@@ -193,7 +215,9 @@ def test_demanded_calls_fit_their_schema_whole_and_streamed(cluster, choice):
         "max_tokens": 150,
         "seed": 4,
     }
-    with openai.OpenAI(base_url=cluster.url("/v1"), api_key="none", max_retries=0) as client:
+    with openai.OpenAI(
+        base_url=cluster.url("/v1"), api_key="none", max_retries=0
+    ) as client:
         whole = client.chat.completions.create(**asked).choices[0]
         assert whole.finish_reason == "tool_calls"
         assert whole.message.content is None
@@ -217,4 +241,6 @@ def test_demanded_calls_fit_their_schema_whole_and_streamed(cluster, choice):
             {"role": "tool", "tool_call_id": call.id, "content": "rain"},
         ]
         asked |= {"tool_choice": "none", "max_tokens": 3}
-        assert client.chat.completions.create(**asked).choices[0].finish_reason == "length"
+        assert (
+            client.chat.completions.create(**asked).choices[0].finish_reason == "length"
+        )

@@ -53,7 +53,9 @@ def check(outputs: list[RequestOutput]) -> None:
 
 
 @pytest.mark.parametrize("tier", ["memory", "folder"])
-@pytest.mark.parametrize("split", [never_local, always_local], ids=["prefill", "decode"])
+@pytest.mark.parametrize(
+    "split", [never_local, always_local], ids=["prefill", "decode"]
+)
 @pytest.mark.parametrize("num_ranks", [1, nightly(2)])
 def test_what_a_pool_has_lost_is_read_from_a_tier(tier, split, num_ranks, tmp_path):
     cache = {"folder": str(tmp_path / "cache")}
@@ -85,9 +87,13 @@ def test_a_node_that_restarts_finds_what_it_had(tmp_path):
     assert run(tmp_path, config).metrics.num_cached_tokens == NUM_CACHED
 
 
-@pytest.mark.parametrize("damage", [nightly("torn"), "altered", nightly("swapped"), "index"])
+@pytest.mark.parametrize(
+    "damage", [nightly("torn"), "altered", nightly("swapped"), "index"]
+)
 def test_a_damaged_file_is_a_miss(damage, tmp_path):
-    config = never_local(small(settings(model_folder("qwen3")), folder=str(tmp_path / "cache")))
+    config = never_local(
+        small(settings(model_folder("qwen3")), folder=str(tmp_path / "cache"))
+    )
     run(tmp_path, config)
     [blocks] = (tmp_path / "cache/prefill-0").glob("*.blocks")
     data = bytearray(blocks.read_bytes())

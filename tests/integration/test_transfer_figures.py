@@ -15,12 +15,19 @@ def test_shm_and_memcpy_take_turns_over_every_kind_of_read_that_fits():
         rows = [row for row in report.rows if row.way == way]
         kinds = [(row.kind.block_bytes >> 10, row.kind.num_blocks) for row in rows]
         # Several blocks are read in three patterns; 17 blocks of 64 KiB are larger than 1 MiB.
-        assert kinds == [(16, 1), *[(16, 8)] * 3, *[(16, 17)] * 3, (64, 1), *[(64, 8)] * 3]
+        assert kinds == [
+            (16, 1),
+            *[(16, 8)] * 3,
+            *[(16, 17)] * 3,
+            (64, 1),
+            *[(64, 8)] * 3,
+        ]
         for row in rows:
             assert row.num_reads == 5
             assert 0 < row.p50_ms <= row.p99_ms
             expected = row.kind.read_bytes / row.p50_ms / 1e6
-            assert row.gb_per_s == pytest.approx(expected, rel=0.05, abs=0.001)  # it is rounded
+            # It is rounded.
+            assert row.gb_per_s == pytest.approx(expected, rel=0.05, abs=0.001)
             assert row.of_memcpy == 1 if way == "memcpy" else row.of_memcpy > 0
 
 
@@ -46,4 +53,7 @@ def test_the_report_is_written_and_read_back(tmp_path, capsys):
     report = msgspec.json.decode(file.read_bytes(), type=TransferReport)
     patterns = [row.kind.pattern for row in report.rows if row.way == "shm"]
     assert patterns == ["run", "gather", "scattered"]
-    assert len([line for line in capsys.readouterr().out.splitlines() if " shm " in line]) == 3
+    assert (
+        len([line for line in capsys.readouterr().out.splitlines() if " shm " in line])
+        == 3
+    )

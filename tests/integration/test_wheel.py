@@ -21,21 +21,38 @@ TOLD = "The code of Lima is 4071. The code of Oslo is 2210. What is the code of 
 
 
 def test_a_wheel_serves_the_demo_model_without_a_checkout(tmp_path):
-    left_out = shutil.ignore_patterns(".git", ".venv", "build", "*.egg-info", "__pycache__")
-    source = shutil.copytree(REPOSITORY, tmp_path / "source", symlinks=True, ignore=left_out)
-    make = (sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path))
+    left_out = shutil.ignore_patterns(
+        ".git", ".venv", "build", "*.egg-info", "__pycache__"
+    )
+    source = shutil.copytree(
+        REPOSITORY, tmp_path / "source", symlinks=True, ignore=left_out
+    )
+    make = (
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "-w",
+        str(tmp_path),
+    )
     subprocess.run([*make, str(source)], check=True)
     (wheel,) = tmp_path.glob("baton_llm-*.whl")
     folder = tmp_path / "venv"
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", str(wheel)], check=True)
+    subprocess.run(
+        [python, "-m", "pip", "install", "-q", "--no-deps", str(wheel)], check=True
+    )
     # The packages that baton needs are those of these tests.
     (packages,) = folder.glob("lib/python*/site-packages")
     (packages / "tests.pth").write_text(
         "\n".join(path for path in site.getsitepackages() if path != str(packages))
     )
-    env = {name: text for name, text in os.environ.items() if not name.startswith("PYTHON")}
+    env = {
+        name: text for name, text in os.environ.items() if not name.startswith("PYTHON")
+    }
     with subprocess.Popen(
         [folder / "bin" / "baton", "serve", "--port", "0"],
         cwd=tmp_path,

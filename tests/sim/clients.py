@@ -36,16 +36,21 @@ class Client:
         rng = world.rng
         self.world = world
         self.number = number
-        self.prompt = [rng.randrange(VOCAB) for _ in range(rng.choice((3, 20, 50, LONGEST_PROMPT)))]
+        self.prompt = [
+            rng.randrange(VOCAB) for _ in range(rng.choice((3, 20, 50, LONGEST_PROMPT)))
+        ]
         if rng.random() < 0.6:  # a prefix that others have, too
             num_shared = rng.choice((16, 80))
             document = 100 * rng.randrange(5)
-            self.prompt[:num_shared] = range(document, document + min(num_shared, len(self.prompt)))
+            self.prompt[:num_shared] = range(
+                document, document + min(num_shared, len(self.prompt))
+            )
         self.n = rng.choice((1, 1, 1, 2, 3))
         self.seed = rng.randrange(1 << 40)
         lengths = (1, 2, 10, 40) if world.is_tiny else (1, 2, 10, 60, 150, 300)
         self.max_tokens, self.ignores_eos = rng.choice(lengths), rng.random() < 0.7
-        self.is_scored = number % 5 == 0  # its prompt has log probabilities, and it gets no stream
+        # Its prompt has log probabilities, and it gets no stream.
+        self.is_scored = number % 5 == 0
         if self.is_scored:  # it must have all of it within its patience
             self.max_tokens = min(self.max_tokens, 60)
         self.tenant = world.later_rng.choice(world.tenants) if world.tenants else None
@@ -71,7 +76,9 @@ class Client:
         for _ in range(20):
             if other.is_done:
                 own = self.prompt[: rng.choice((1, 6, 12))]
-                history = [*other.prompt, *other.outputs[0]][: LONGEST_PROMPT - len(own)]
+                history = [*other.prompt, *other.outputs[0]][
+                    : LONGEST_PROMPT - len(own)
+                ]
                 self.prompt = [*history, *own]
                 self._root = world.root.extended(self.prompt)
                 self._forget()
@@ -109,7 +116,9 @@ class Client:
         exchange = self._again() if self.event_id else self._first()
         if not exchange.begin():
             return
-        self.router = next(one for one in world.routers if one.process is exchange.process)
+        self.router = next(
+            one for one in world.routers if one.process is exchange.process
+        )
         self.last_s = world.loop.time()
         self._has_dozed = rng.random() < 0.1
         if self._has_dozed:
@@ -154,7 +163,9 @@ class Client:
             **key_header(self.tenant),
             **more,
         }
-        return Exchange(self.world.port, "POST /v1/completions", self._take_event, body, headers)
+        return Exchange(
+            self.world.port, "POST /v1/completions", self._take_event, body, headers
+        )
 
     def _again(self) -> Exchange:
         self._has_lied = self.world.rng.random() < 0.02
@@ -201,9 +212,13 @@ class Client:
             context = self.contexts[choice]
             if self.is_whole[choice]:
                 self._complain(f"a token after the end of choice {choice}")
-            if token not in {self._next_token(choice, node.salt) for node in world.nodes}:
+            if token not in {
+                self._next_token(choice, node.salt) for node in world.nodes
+            }:
                 place = self.num_tokens(choice)
-                self._complain(f"token {place} of choice {choice} is what no node would say")
+                self._complain(
+                    f"token {place} of choice {choice} is what no node would say"
+                )
             self.contexts[choice] = context.then(token)
             self.outputs[choice].append(token)
             is_last = self.num_tokens(choice) == self.max_tokens
@@ -211,7 +226,9 @@ class Client:
         now_s = world.loop.time()
         silent_s = now_s - max(self.last_s, self.queued_s, world.healed_s)
         are_reads_slow = max(world.landing_s) > world.lease_s
-        longest_s = (SLOW_SILENCE_S if are_reads_slow else SILENCE_S) + self._recomputed_s
+        longest_s = (
+            SLOW_SILENCE_S if are_reads_slow else SILENCE_S
+        ) + self._recomputed_s
         if silent_s > longest_s and not is_first:  # before, its prompt may wait
             self._complain(f"silent for {silent_s:.1f} s without a fault")
         if self.has_ended[choice]:
@@ -265,7 +282,9 @@ class Client:
                 self._complain("the tokens that it has are not computed again")
             self._forget()
         elif code not in RETRIED and not self._is_excused(code):
-            self._complain(f"{code} (status {status}) without a cause: {error['message']}")
+            self._complain(
+                f"{code} (status {status}) without a cause: {error['message']}"
+            )
 
     def _is_excused(self, code: str) -> bool:
         """Return whether a fault in the time of this request explains its end."""

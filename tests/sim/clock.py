@@ -93,18 +93,23 @@ class SimLoop(asyncio.SelectorEventLoop):
         super().__init__()
         self._now_s = 1000.0
         self._timers: list[tuple[float, int, _Handle]] = []
-        self._numbers = itertools.count()  # of two timers of one moment the older goes first
+        # Of two timers of one moment the older goes first.
+        self._numbers = itertools.count()
         self._readers: dict[int, Callable[[], None]] = {}
         self._are_due: set[int] = set()  # readers that are about to run
-        self.are_signalled: set[int] = set()  # descriptors that stay readable until they are read
-        self.listen: Callable[[Process, Callable[[], asyncio.Protocol]], Any]  # at the only port
+        # Descriptors that stay readable until they are read.
+        self.are_signalled: set[int] = set()
+        # At the only port.
+        self.listen: Callable[[Process, Callable[[], asyncio.Protocol]], Any]
 
     def time(self) -> float:
         return self._now_s
 
     def num_timers(self, process: Process) -> int:
         """Return how many timers of a process are set."""
-        return sum(one.process is process and not one.cancelled() for _, _, one in self._timers)
+        return sum(
+            one.process is process and not one.cancelled() for _, _, one in self._timers
+        )
 
     def _run_once(self) -> None:
         """Run what is due, or let the time pass to the next timer."""
@@ -129,17 +134,25 @@ class SimLoop(asyncio.SelectorEventLoop):
     # What is scheduled belongs to the process that schedules it, or to that of `context`.
 
     def create_task(
-        self, coroutine: Coroutine[Any, Any, T], *, context: Context | None = None, **how: Any
+        self,
+        coroutine: Coroutine[Any, Any, T],
+        *,
+        context: Context | None = None,
+        **how: Any,
     ) -> "asyncio.Task[T]":  # type: ignore[override]
         task = super().create_task(coroutine, context=context, **how)
         process = PROCESS.get() if context is None else context.get(PROCESS)
-        if process is not None:  # those of a dead process are kept, so that no coroutine is closed
+        # Those of a dead process are kept, so that no coroutine is closed.
+        if process is not None:
             process.tasks.add(task)
             task.add_done_callback(process.tasks.discard, context=_NOWHERE)
         return task
 
     def call_soon(
-        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+        self,
+        callback: Callable[..., object],
+        *args: Any,
+        context: Context | None = None,
     ) -> "_Handle":  # type: ignore[override]
         handle = _Handle(self, self._now_s, callback, args, context)
         self._ready.append(handle)  # type: ignore[attr-defined]
@@ -184,7 +197,9 @@ class SimLoop(asyncio.SelectorEventLoop):
     def remove_reader(self, fd: int) -> bool:  # type: ignore[override]
         return self._readers.pop(fd, None) is not None
 
-    async def create_server(self, make: Callable[[], Any], *where: Any, **how: Any) -> Any:  # type: ignore[override]
+    async def create_server(
+        self, make: Callable[[], Any], *where: Any, **how: Any
+    ) -> Any:  # type: ignore[override]
         process = PROCESS.get()
         assert process is not None
         return self.listen(process, make)
@@ -201,7 +216,15 @@ class SimLoop(asyncio.SelectorEventLoop):
 class _Handle:
     """A callback that runs only while its process does. The loop's own handles cost more."""
 
-    __slots__ = ("_args", "_callback", "_context", "_is_cancelled", "_loop", "_when", "process")
+    __slots__ = (
+        "_args",
+        "_callback",
+        "_context",
+        "_is_cancelled",
+        "_loop",
+        "_when",
+        "process",
+    )
     _source_traceback = None  # asyncio looks for it
 
     def __init__(
@@ -230,7 +253,9 @@ class _Handle:
         return self._is_cancelled
 
     def _run(self) -> None:
-        if self._is_cancelled or (self.process is not None and not self.process.admits(self)):
+        if self._is_cancelled or (
+            self.process is not None and not self.process.admits(self)
+        ):
             return
         try:
             self._context.run(self._callback, *self._args)

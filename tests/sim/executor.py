@@ -49,7 +49,9 @@ class Context:
         found = self.after.get(token)
         if found is None:
             digest = ((self.digest ^ (token + 1)) * _MIX + 1) & _MASK
-            found = self.after[token] = Context(self.length + 1, token, digest ^ digest >> 29, self)
+            found = self.after[token] = Context(
+                self.length + 1, token, digest ^ digest >> 29, self
+            )
         return found
 
     def extended(self, tokens: list[int]) -> "Context":
@@ -133,7 +135,9 @@ class CheckedModel:
             else:
                 token = self._sampled[part.key, position]
             context = context.then(token)
-            self.write(part.block_table[position // BLOCK_SIZE], position % BLOCK_SIZE, context)
+            self.write(
+                part.block_table[position // BLOCK_SIZE], position % BLOCK_SIZE, context
+            )
             if position + 1 < part.start + part.length - part.num_guesses:
                 continue
             for choice in part.samples if allows is not None else ():
@@ -173,8 +177,13 @@ class CheckedModel:
                 assert part.num_held == part.length == 1
                 held = found.then(part.token_ids[0])
             for block in part.state:
-                if self.slots[block][0] is not held or self.slots[block][-1] != held.digest:
-                    raise WrongStep(f"{part.key}: the state before {part.start} is another one")
+                if (
+                    self.slots[block][0] is not held
+                    or self.slots[block][-1] != held.digest
+                ):
+                    raise WrongStep(
+                        f"{part.key}: the state before {part.start} is another one"
+                    )
         return found
 
     def _before_slots(self, part: Slice) -> Context:
@@ -182,7 +191,9 @@ class CheckedModel:
             return self._root
         found = self.slot(part, part.start - 1)
         if found is None or found.length != part.start:
-            raise WrongStep(f"{part.key}: the slot before {part.start} is of another sequence")
+            raise WrongStep(
+                f"{part.key}: the slot before {part.start} is of another sequence"
+            )
         is_whole = part.length > 1 or part.start % FULL_CHECK_EVERY == 0
         context = found
         position = part.start - 1
@@ -192,7 +203,9 @@ class CheckedModel:
             context = context.before
             position = position - 1
             if self.slot(part, position) is not context:
-                raise WrongStep(f"{part.key}: position {position} is of another sequence")
+                raise WrongStep(
+                    f"{part.key}: position {position} is of another sequence"
+                )
         return found
 
     def slot(self, part: Slice, position: int) -> Context | None:
@@ -214,14 +227,17 @@ class SimExecutor:
         step_s: Callable[[], float],
         masks: "SimMasks",
     ) -> None:
-        self.model = CheckedModel(num_blocks, root, partial(next_token, salt=salt), masks)
+        self.model = CheckedModel(
+            num_blocks, root, partial(next_token, salt=salt), masks
+        )
         self.ports: tuple[TransferPort, ...] = ()
         self.generations = [0] * num_blocks
         self._process = process
         self._salt = salt
         self._step_s = step_s
         self.wake: Callable[[], None] = lambda: None
-        self.error: WrongStep | LookupError | NodeError | None = None  # the next `poll` raises it
+        # The next `poll` raises it.
+        self.error: WrongStep | LookupError | NodeError | None = None
         self._is_broken = False  # a rank has died, so no step ends
         self._queue: deque[StepPlan] = deque()
         self._done: deque[StepResult] = deque()
@@ -265,10 +281,14 @@ class SimExecutor:
             return
         now_s = self._process.clock()
         scores = tuple(
-            (i, self._scores(part)) for i, part in enumerate(plan.slices) if part.targets
+            (i, self._scores(part))
+            for i, part in enumerate(plan.slices)
+            if part.targets
         )
         why = self.model.failed
-        failed = tuple((i, why[part.key]) for i, part in enumerate(plan.slices) if part.key in why)
+        failed = tuple(
+            (i, why[part.key]) for i, part in enumerate(plan.slices) if part.key in why
+        )
         result = StepResult(
             plan.step_id, tokens, now_s - 0.01, now_s, failed, prompt_logprobs=scores
         )
@@ -278,7 +298,11 @@ class SimExecutor:
         self.wake()
 
     def _scores(self, part: Slice) -> bytes:
-        contexts = (self.model.slot(part, part.start + row) for row in range(len(part.targets)))
+        contexts = (
+            self.model.slot(part, part.start + row) for row in range(len(part.targets))
+        )
         pairs = zip(contexts, part.targets, strict=True)
-        ranks = (rank_of(context, token, self._salt) for context, token in pairs if context)
+        ranks = (
+            rank_of(context, token, self._salt) for context, token in pairs if context
+        )
         return b"".join(struct.pack("<if", rank, 0.0) for rank in ranks)

@@ -26,7 +26,8 @@ class Port:
         self.loop = loop
         self.rng = rng
         self.listening: dict[Process, Listening] = {}
-        self.exchanges: dict[Exchange, None] = {}  # whose connections the client has not closed
+        # Whose connections the client has not closed.
+        self.exchanges: dict[Exchange, None] = {}
         loop.listen = lambda process, make: Listening(self, process, make)
 
     def connect(self, exchange: "Exchange") -> bool:
@@ -46,7 +47,9 @@ class Port:
 class Listening:
     """What a process has of the port. It is also the one socket of it."""
 
-    def __init__(self, port: Port, process: Process, make: Callable[[], asyncio.Protocol]) -> None:
+    def __init__(
+        self, port: Port, process: Process, make: Callable[[], asyncio.Protocol]
+    ) -> None:
         self._port = port
         self._process = process
         self._make = make
@@ -88,7 +91,9 @@ class Listening:
 class Wire(asyncio.Transport):
     """A router's end of a connection."""
 
-    def __init__(self, loop: SimLoop, protocol: asyncio.Protocol, exchange: "Exchange") -> None:
+    def __init__(
+        self, loop: SimLoop, protocol: asyncio.Protocol, exchange: "Exchange"
+    ) -> None:
         super().__init__({"socket": SOCKET})
         self._loop = loop
         self._protocol = protocol
@@ -100,7 +105,11 @@ class Wire(asyncio.Transport):
         if self._is_closing or self._loop.is_closed():
             return
         process = self._exchange.process
-        if process is not None and process.is_out_of_memory and self._exchange.fails_to_send():
+        if (
+            process is not None
+            and process.is_out_of_memory
+            and self._exchange.fails_to_send()
+        ):
             self.lose(OSError(errno.ENOBUFS, "no buffer space is left"))
             return
         self._exchange.send(bytes(data))
@@ -137,7 +146,11 @@ class Wire(asyncio.Transport):
         is_full = self.get_write_buffer_size() > HIGH_WATER
         if is_full != self._is_full and not self._is_closing:
             self._is_full = is_full
-            (self._protocol.pause_writing if is_full else self._protocol.resume_writing)()
+            (
+                self._protocol.pause_writing
+                if is_full
+                else self._protocol.resume_writing
+            )()
 
 
 class Exchange:
@@ -253,7 +266,9 @@ class Exchange:
             self.is_whole = len(self.body) >= self._num_bytes
         while self._is_stream and b"\n\n" in self.body:
             event, _, self.body = self.body.partition(b"\n\n")
-            fields = dict(line.split(b": ", 1) for line in event.split(b"\n") if line[:1] != b":")
+            fields = dict(
+                line.split(b": ", 1) for line in event.split(b"\n") if line[:1] != b":"
+            )
             if b"data" in fields and not self._is_left:
                 self._on_event(fields.get(b"id", b"").decode(), fields[b"data"])
 

@@ -77,7 +77,8 @@ class Member:
         offset_s = self.world.rng.uniform(0, 5000)
         self.process = Process(self.world.loop, self.name, offset_s)
         self.died = asyncio.Event()
-        self.keys = keys_of(self.world.key_names)  # a process reads its file at its start
+        # A process reads its file at its start.
+        self.keys = keys_of(self.world.key_names)
 
     @property
     def is_up(self) -> bool:
@@ -136,7 +137,8 @@ class SimNode(Member):
         self.model = model
         self.role: Role = role
         self.speaks = PROTOCOL_VERSION
-        self.salt = 0 if world.lends else sum(name.encode())  # nodes that lend say the same
+        # Nodes that lend say the same.
+        self.salt = 0 if world.lends else sum(name.encode())
         self.num_blocks = num_blocks
         self.num_ranks = world.num_ranks[role]
         self.hung_until_s = 0.0  # its loop does not turn, but its heartbeats are sent
@@ -169,8 +171,12 @@ class SimNode(Member):
             heartbeats.dial(endpoint, name, to_router_codec(), to_node_codec())
             for endpoint in endpoints
         ]
-        self._heartbeat = HeartbeatThread(self.vitals, node_id, self.epoch, (), process.clock)
-        bind = self.sockets.listen(f"ipc://{self.epoch}") if self.role == "decode" else ""
+        self._heartbeat = HeartbeatThread(
+            self.vitals, node_id, self.epoch, (), process.clock
+        )
+        bind = (
+            self.sockets.listen(f"ipc://{self.epoch}") if self.role == "decode" else ""
+        )
         self.executor = SimExecutor(
             process,
             self.num_blocks,
@@ -180,17 +186,24 @@ class SimNode(Member):
             SimMasks(process.clock, lambda: world.later_rng.choice(COMPILE_S)),
         )
         self.executor.wake = wake
-        self.pool = BlockPool(self.num_blocks, BLOCK_SIZE, state_blocks=world.state_blocks)
-        own = world.pools[self.epoch] = Owner(process, self.executor, self.pool, self.num_ranks)
+        self.pool = BlockPool(
+            self.num_blocks, BLOCK_SIZE, state_blocks=world.state_blocks
+        )
+        own = world.pools[self.epoch] = Owner(
+            process, self.executor, self.pool, self.num_ranks
+        )
         kind = SimNixl if world.transport == "nixl" else SimShm
-        self.stores = [self._store(rank) for rank in range(self.num_ranks) if world.num_slots]
+        self.stores = [
+            self._store(rank) for rank in range(self.num_ranks) if world.num_slots
+        ]
         transports: list[list[SimTransport]] = [
             [kind(world, own, rank)] for rank in range(self.num_ranks)
         ]
         for rank, store in enumerate(self.stores):
             transports[rank].append(SimTier(world, own, rank, store))
         self.executor.ports = tuple(
-            SimPort(own, rank, transports[rank], world, wake) for rank in range(self.num_ranks)
+            SimPort(own, rank, transports[rank], world, wake)
+            for rank in range(self.num_ranks)
         )
         self.memory = own
         address = ShmAddress("host", f"@{self.epoch}", b"n" * 16, self.epoch).encode()
@@ -216,7 +229,9 @@ class SimNode(Member):
             facts=NodeFacts(step=StepLimits(8, 32), features=self._features()),
         )
         self.info = info
-        self.loop = self.loop_with(self.pool, self.executor, self.sockets, process.clock)
+        self.loop = self.loop_with(
+            self.pool, self.executor, self.sockets, process.clock
+        )
         self.scheduler = self.loop.scheduler
         process.state_of = self._state_of
         self.sockets.ready(info)
@@ -242,13 +257,21 @@ class SimNode(Member):
         return store
 
     def loop_with(
-        self, pool: BlockPool, executor: Executor, links: EngineSockets, clock: Callable[[], float]
+        self,
+        pool: BlockPool,
+        executor: Executor,
+        links: EngineSockets,
+        clock: Callable[[], float],
     ) -> EngineLoop:
         limits = NodeLimits(32, 8, self.world.max_model_len, EOS, VOCAB)
         make = DecodeScheduler if self.role == "decode" else PrefillScheduler
         connector = NodeConnector(self.info, self.world.transfer)
-        observer = NodeObserver(self.vitals, self.info.node_id, LogConfig(stats_s=0.0), clock)
-        return EngineLoop(make(pool, limits), executor, connector, links, observer, clock)
+        observer = NodeObserver(
+            self.vitals, self.info.node_id, LogConfig(stats_s=0.0), clock
+        )
+        return EngineLoop(
+            make(pool, limits), executor, connector, links, observer, clock
+        )
 
     def _state_of(self, request_id: str) -> str:
         scheduler = self.scheduler
@@ -266,7 +289,9 @@ class SimNode(Member):
                 "held": scheduler.requests.prompts,
             }
         known = (
-            state for state, keys in held.items() if any(k.request_id == request_id for k in keys)
+            state
+            for state, keys in held.items()
+            if any(k.request_id == request_id for k in keys)
         )
         return next(known, "unknown")
 
@@ -288,9 +313,13 @@ class SimNode(Member):
     @property
     def longest_prefix_wait_s(self) -> float:
         """Return how long a prompt has waited for blocks of another node, while it had others."""
-        waiting = [request.read for request in self.scheduler.requests.admitted.values()]
+        waiting = [
+            request.read for request in self.scheduler.requests.admitted.values()
+        ]
         reads = [
-            read for read in waiting if read is not None and len(read.landing) <= self.pool.num_free
+            read
+            for read in waiting
+            if read is not None and len(read.landing) <= self.pool.num_free
         ]
         return max((self.process.clock() - read.began_s for read in reads), default=0.0)
 
@@ -301,10 +330,14 @@ class SimNode(Member):
         for tier in self.scheduler.tiers.by_name.values():
             slots = [*tier._slots.values(), *tier._free, *tier._orphans, *written]
             if sorted(slots) != list(range(tier.num_slots)):
-                self.world.problem(f"{self.name} has lost slots, or uses some twice: {slots}")
+                self.world.problem(
+                    f"{self.name} has lost slots, or uses some twice: {slots}"
+                )
         for store in self.stores:
             if os.fstat(store._blocks).st_size > store.num_slots * store._block_bytes:
-                self.world.problem(f"{self.name} keeps more blocks in a folder than it may")
+                self.world.problem(
+                    f"{self.name} keeps more blocks in a folder than it may"
+                )
 
     def check_ownership(self) -> None:
         """Check that every reference to a block has its owner."""
@@ -312,7 +345,9 @@ class SimNode(Member):
         for block in itertools.chain.from_iterable(self._owned()):
             owned[block] += 1
         if owned != self.pool._references:
-            self.world.problem(f"LEAK: {self.name} has blocks without an owner, or the reverse")
+            self.world.problem(
+                f"LEAK: {self.name} has blocks without an owner, or the reverse"
+            )
 
     def _owned(self) -> Iterator[Iterable[int]]:
         yield self.hoard
@@ -321,13 +356,19 @@ class SimNode(Member):
         for request in requests.prompts.values():
             yield from (request.prompt.blocks, request.tails)
         if isinstance(scheduler, DecodeScheduler):
-            for sequence in (*scheduler._running.values(), *scheduler._leaving.values()):
+            for sequence in (
+                *scheduler._running.values(),
+                *scheduler._leaving.values(),
+            ):
                 yield sequence.blocks
         yield from requests.prefixes._lent.values()
         yield requests.prefetches.landing()
         yield from requests.reads._draining.values()
         yield scheduler.tiers.copying()
-        for copies in (requests.copies._next, *(plan.copies for plan in self.loop._launched)):
+        for copies in (
+            requests.copies._next,
+            *(plan.copies for plan in self.loop._launched),
+        ):
             yield from copies
 
     def wake(self) -> None:
@@ -339,7 +380,9 @@ class SimNode(Member):
             if self._next_turn is not None:
                 self._next_turn.cancel()
             self._turn_at_s = at_s
-            self._next_turn = self.process.run(self.world.loop.call_at, at_s, self._turn)
+            self._next_turn = self.process.run(
+                self.world.loop.call_at, at_s, self._turn
+            )
 
     def _turn(self) -> None:
         self._turn_at_s = float("inf")
@@ -349,7 +392,8 @@ class SimNode(Member):
             return
         try:
             self.loop.turn()
-        except NodeError:  # too much is quarantined, or a rank is dead: its supervisor restarts it
+        # Too much is quarantined, or a rank is dead: its supervisor restarts it.
+        except NodeError:
             self._tell_crash()
             world_call_at(self.world.loop, now_s + 1.0, self.start)
             self.kill()
@@ -377,7 +421,9 @@ class SimNode(Member):
         rank %= self.num_ranks
         self.memory.dead_ranks.add(rank)
         self.executor.break_rank(rank)
-        self.process.run(self.world.loop.call_later, noticed_after_s, self.executor.notice_death)
+        self.process.run(
+            self.world.loop.call_later, noticed_after_s, self.executor.notice_death
+        )
 
     async def _beat(self) -> None:
         while True:
@@ -404,7 +450,9 @@ class SimNode(Member):
         self.loop.drain(HAND_OVER_S if self.world.lends else 0.0)
         self.vitals.note(is_draining=True)
         load = self.scheduler.load()
-        self.sockets.broadcast(Heartbeat(NodeId(self.name), self.epoch, load, is_draining=True))
+        self.sockets.broadcast(
+            Heartbeat(NodeId(self.name), self.epoch, load, is_draining=True)
+        )
         self.wake()
 
     def _has_drained(self) -> bool:

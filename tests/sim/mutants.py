@@ -74,7 +74,9 @@ def _finish_at_once(receive: KVReceive, failure: object, out: object) -> None:
 
 
 def _any_rank_has_all(receive: KVReceive) -> bool:
-    return len(receive._block_ranges) in receive._num_posted and not receive._outstanding
+    return (
+        len(receive._block_ranges) in receive._num_posted and not receive._outstanding
+    )
 
 
 def _release_first_attempts(node: Node, key: object) -> bool:
@@ -94,9 +96,13 @@ def _drop_open(sockets: EngineSockets, peer: PeerName) -> None:
         sockets._channels.unwatch(dialer.fileno())
 
 
-def _any_tokens(part: ReceivedPart, token_ids: list[int], *, is_end: bool) -> ReceivedPart:
+def _any_tokens(
+    part: ReceivedPart, token_ids: list[int], *, is_end: bool
+) -> ReceivedPart:
     num_again = min(part.num_again + len(token_ids), part.num_tokens)
-    return msgspec.structs.replace(part, num_again=part.num_tokens if is_end else num_again)
+    return msgspec.structs.replace(
+        part, num_again=part.num_tokens if is_end else num_again
+    )
 
 
 def _pass_none(*_: object, **__: object) -> int:
@@ -185,7 +191,9 @@ def _take_back_nothing(offers: PrefixOffers, report: Released | OfferBroken) -> 
         del offers._lent[report.key]
 
 
-def _compute_where_it_lands(reads: PrefixReads, _now_s: float, request: Request) -> None:
+def _compute_where_it_lands(
+    reads: PrefixReads, _now_s: float, request: Request
+) -> None:
     if not request.is_ended and request.read is not None:
         reads._draining[request.prompt.key] = []
         request.read = None
@@ -226,11 +234,15 @@ def _take_another_slot(tier: TierIndex) -> int:
     return tier.num_slots - 1
 
 
-def _sum_the_bytes_alone(_store: FolderStore, _block_hash: bytes, block: memoryview) -> int:
+def _sum_the_bytes_alone(
+    _store: FolderStore, _block_hash: bytes, block: memoryview
+) -> int:
     return zlib.crc32(block)
 
 
-def _cache_what_is_offered(prefetches: Prefetches, read: _Read, num_blocks: int) -> None:
+def _cache_what_is_offered(
+    prefetches: Prefetches, read: _Read, num_blocks: int
+) -> None:
     _PREFETCH_OFFERED(prefetches, read, num_blocks)
     prefetches._pool.store(read.hashes[: len(read.landing)], read.landing)
 
@@ -247,7 +259,10 @@ def _give_up_soon(prefetches: Prefetches, now_s: float) -> None:
 
 
 def _lend_what_is_loaded(
-    offers: PrefixOffers, wanted: PrefixWanted, parts: list[TierPart], hashes: list[bytes]
+    offers: PrefixOffers,
+    wanted: PrefixWanted,
+    parts: list[TierPart],
+    hashes: list[bytes],
 ) -> None:
     _LEND_LOAD(offers, wanted, parts, hashes)
     offers._offer(wanted.key, wanted.reader)
@@ -255,30 +270,47 @@ def _lend_what_is_loaded(
         offers._pool.store(load.hashes, load.landing)
 
 
-def _note_loaded(offers: PrefixOffers, _load: object, report: KVReceived | ReceiveEnded) -> None:
+def _note_loaded(
+    offers: PrefixOffers, _load: object, report: KVReceived | ReceiveEnded
+) -> None:
     failure = report.failure if isinstance(report, ReceiveEnded) else None
     offers._tiers.loaded(report.key, failure)
 
 
 MUTANTS: Mapping[str, tuple[Patch, ...]] = {
-    "free blocks before their reads have ended": ((KVReceive, "_fail", _finish_at_once),),
-    "wait for the reads of one rank": ((KVReceive, "_have_all_ranges", _any_rank_has_all),),
+    "free blocks before their reads have ended": (
+        (KVReceive, "_fail", _finish_at_once),
+    ),
+    "wait for the reads of one rank": (
+        (KVReceive, "_have_all_ranges", _any_rank_has_all),
+    ),
     "ignore the epoch of heartbeats and Ready": ((Registry, "_node", _any_epoch),),
     "accept reads after their lease": LEASES,
     "ignore generations, too": (*LEASES, (SimShm, "is_stale", lambda *_: False)),
     "cache blocks before they are whole": ((Sequence, "store_prefix", _store_all),),
-    "go on from other tokens than the client's": ((ReceivedPart, "passing", _any_tokens),),
-    "take tokens that the client has for new ones": ((RequestStream, "_pass_over", _pass_none),),
+    "go on from other tokens than the client's": (
+        (ReceivedPart, "passing", _any_tokens),
+    ),
+    "take tokens that the client has for new ones": (
+        (RequestStream, "_pass_over", _pass_none),
+    ),
     "have no tombstones": (
         (Tombstones, "answer", _nothing),
         (Tombstones, "is_superseded", lambda *_: False),
     ),
     "leak the load of later attempts": ((Node, "release", _release_first_attempts),),
-    "introduce half of a node in a new session": ((RouterChannel, "_introduce", _hello_alone),),
+    "introduce half of a node in a new session": (
+        (RouterChannel, "_introduce", _hello_alone),
+    ),
     "keep the channels of lost peers": ((EngineSockets, "_drop", _drop_open),),
     "answer into the next session": ((Outputs, "drop", _nothing),),
-    "forget the cancels of a lost session": ((NodeLink, "send_kept_cancels", _nothing),),
-    "take an old success of libzmq for a new one": (*UNASKED, (Dialer, "_changed", _believe)),
+    "forget the cancels of a lost session": (
+        (NodeLink, "send_kept_cancels", _nothing),
+    ),
+    "take an old success of libzmq for a new one": (
+        *UNASKED,
+        (Dialer, "_changed", _believe),
+    ),
     "hear an older connection as a stranger": (
         *UNASKED,
         (listener, "is_invented", lambda _: False),
@@ -298,18 +330,28 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
         (PrefixOffers, "wanted", _lend_without_holding),
         (PrefixOffers, "ended", _take_back_nothing),
     ),
-    "compute where a broken read still lands": ((PrefixReads, "broken", _compute_where_it_lands),),
-    "go on from a prefix that was only offered": ((PrefixReads, "offered", _count_as_read),),
-    "wait for a prefix without a limit": ((PrefixCosts, "timeout_s", lambda *_: 600.0),),
+    "compute where a broken read still lands": (
+        (PrefixReads, "broken", _compute_where_it_lands),
+    ),
+    "go on from a prefix that was only offered": (
+        (PrefixReads, "offered", _count_as_read),
+    ),
+    "wait for a prefix without a limit": (
+        (PrefixCosts, "timeout_s", lambda *_: 600.0),
+    ),
     "save blocks that change": (
         (Tiers, "_save_some", _save_without_holding),
         (Tiers, "_copied", _nothing),
         (SimNode, "check_ownership", _nothing),
         (sim_tiers, "WORK_S", (0.3, 1.0)),
     ),
-    "save more blocks than a folder may have": ((TierIndex, "take_slot", _take_another_slot),),
+    "save more blocks than a folder may have": (
+        (TierIndex, "take_slot", _take_another_slot),
+    ),
     "serve damaged blocks": ((FolderStore, "_checksum", lambda *_: 0),),
-    "serve what another hash names": ((FolderStore, "_checksum", _sum_the_bytes_alone),),
+    "serve what another hash names": (
+        (FolderStore, "_checksum", _sum_the_bytes_alone),
+    ),
     "compute where a late load still lands": ((KVReceive, "_fail", _end_load_at_once),),
     "cache what is only offered": ((Prefetches, "_offered", _cache_what_is_offered),),
     "use blocks into which a prefetch lands": (
@@ -383,7 +425,9 @@ def _lanes_for(name: str, seed: int) -> list[list[Fault]] | None:
     return None if kinds is None else [faults_of(rng, kinds), faults_of(rng, kinds)]
 
 
-def shrunk(result: Result, run: Callable[[int, list[list[Fault]]], Result] = simulate) -> Result:
+def shrunk(
+    result: Result, run: Callable[[int, list[list[Fault]]], Result] = simulate
+) -> Result:
     """Return a schedule of the same seed that fails with as few faults as dropping them leaves."""
     best = result
     for size in (8, 4, 2, 1, 1):  # faults to drop at once

@@ -40,7 +40,8 @@ In = TypeVar("In")
 Pair = tuple[str, str]  # the names of two processes, in the direction of the bytes
 HEARTBEAT_TIMEOUT_S = (2.5, 3.2)  # that of libzmq, as the channels set it
 RECONNECT_S = (0.05, 0.5)
-LATE_CHANGES: tuple[ConnectionChange, ...] = ("up", "lost", "refused")  # after a `disconnect`
+# After a `disconnect`.
+LATE_CHANGES: tuple[ConnectionChange, ...] = ("up", "lost", "refused")
 # What a message costs the loop that sends or handles it, on a core that is several times slower
 # than those on which a router took 20 to 35 µs for a heartbeat.
 MESSAGE_S = 100e-6
@@ -54,7 +55,9 @@ class Network:
     `met` counts messages by kind and the states of their session and request at who receives them.
     """
 
-    def __init__(self, loop: SimLoop, rng: random.Random, complain: Callable[[str], None]) -> None:
+    def __init__(
+        self, loop: SimLoop, rng: random.Random, complain: Callable[[str], None]
+    ) -> None:
         self.loop = loop
         self.rng = rng
         self.listeners: dict[str, RouterSocket] = {}
@@ -74,7 +77,11 @@ class Network:
         return self.rng.choice((0.0001, 0.0005, 0.002))
 
     def meet(self, process: Process, message: object, *, is_over: bool) -> None:
-        entries = getattr(message, "entries", None) or getattr(message, "keys", None) or [message]
+        entries = (
+            getattr(message, "entries", None)
+            or getattr(message, "keys", None)
+            or [message]
+        )
         key = getattr(entries[0], "key", entries[0])
         request_id = getattr(key, "request_id", "")
         state = f"{process.state_of(request_id)} request" if request_id else ""
@@ -84,14 +91,20 @@ class Network:
     def can_connect(self, dialer: Process, listener: Process) -> bool:
         pairs = (dialer.name, listener.name), (listener.name, dialer.name)
         blocked = any(pair in self.cut or pair in self.silent for pair in pairs)
-        blocked = blocked or dialer.is_out_of_descriptors or listener.is_out_of_descriptors
-        return not (blocked or dialer.is_frozen or listener.is_frozen or listener.is_dead)
+        blocked = (
+            blocked or dialer.is_out_of_descriptors or listener.is_out_of_descriptors
+        )
+        return not (
+            blocked or dialer.is_frozen or listener.is_frozen or listener.is_dead
+        )
 
     def is_calm(self, one: Process, other: Process) -> bool:
         """Return whether nothing hinders the bytes between two processes."""
         pairs = {(one.name, other.name), (other.name, one.name)}
         is_slow = self.resolving_s or self.loop.time() < self.resolved_s
-        is_short = any(end.is_out_of_descriptors or end.is_out_of_memory for end in (one, other))
+        is_short = any(
+            end.is_out_of_descriptors or end.is_out_of_memory for end in (one, other)
+        )
         return not (pairs & self.cut or pairs & self.silent or is_slow or is_short)
 
     def check_memory(self, process: Process) -> None:
@@ -119,7 +132,9 @@ class Network:
     def fall_silent(self, pair: Pair) -> None:
         self.silent.add(pair)
         for connection in self.between(*pair):
-            self.loop.call_later(self.rng.uniform(*HEARTBEAT_TIMEOUT_S), connection.time_out)
+            self.loop.call_later(
+                self.rng.uniform(*HEARTBEAT_TIMEOUT_S), connection.time_out
+            )
 
     def speak_again(self, pair: Pair) -> None:
         self.silent.discard(pair)
@@ -129,10 +144,14 @@ class Network:
     def frozen(self, process: Process) -> None:
         """Let the other ends notice that a process answers no heartbeat."""
         for connection in self.of(process):
-            self.loop.call_later(self.rng.uniform(*HEARTBEAT_TIMEOUT_S), connection.time_out)
+            self.loop.call_later(
+                self.rng.uniform(*HEARTBEAT_TIMEOUT_S), connection.time_out
+            )
 
     def died(self, process: Process) -> None:
-        for endpoint in [e for e, one in self.listeners.items() if one.process is process]:
+        for endpoint in [
+            e for e, one in self.listeners.items() if one.process is process
+        ]:
             del self.listeners[endpoint]
         for connection in self.of(process):
             if self.rng.random() < 0.5:
@@ -176,7 +195,9 @@ class Connection:
         stalled = self._stalled
         self._stalled = []
         if stalled and not self.is_lost:
-            again_s = self.network.loop.time() + self.network.rng.choice((0.0, 0.2, 0.8))
+            again_s = self.network.loop.time() + self.network.rng.choice(
+                (0.0, 0.2, 0.8)
+            )
             self._last_s = [max(last_s, again_s) for last_s in self._last_s]
             for side, deliver in stalled:
                 self.carry(side, deliver)
@@ -199,7 +220,9 @@ class Connection:
         del self.network.connections[self]
         loop = self.network.loop
         world_call_at(loop, loop.time() + dialer_after_s, lambda: self.link.lost(self))
-        world_call_at(loop, loop.time() + listener_after_s, lambda: self.router.lost(self.pipe))
+        world_call_at(
+            loop, loop.time() + listener_after_s, lambda: self.router.lost(self.pipe)
+        )
 
 
 def _asked_by(message: object) -> set[object]:
@@ -229,7 +252,11 @@ class SimChannels(Channels):
     """The channels of one thread of a process. `wait` only notes how long the thread would wait."""
 
     def __init__(
-        self, network: Network, process: Process, wake: Callable[[], None], keys: Keys = NO_KEYS
+        self,
+        network: Network,
+        process: Process,
+        wake: Callable[[], None],
+        keys: Keys = NO_KEYS,
     ) -> None:
         self.network = network
         self.process = process
@@ -255,7 +282,9 @@ class SimChannels(Channels):
     def open_wire(self, _context: object, kind: int, keys: Keys) -> "SimWire":
         if self.process.is_out_of_descriptors:
             raise zmq.ZMQError(errno.EMFILE)
-        wire = SimWire(self, DealerSocket(self) if kind == zmq.DEALER else RouterSocket(self))
+        wire = SimWire(
+            self, DealerSocket(self) if kind == zmq.DEALER else RouterSocket(self)
+        )
         if kind == zmq.ROUTER and keys.first is not None:
             wire.use_key(keys.first)
         return wire
@@ -291,7 +320,9 @@ class SimDialer(Dialer[Out, In]):
 
     def send(self, message: Out) -> bool:
         if not self._asked.issuperset(_answered_by(message)):
-            self.network.complain(f"{self.process.name} answers what another session asked")
+            self.network.complain(
+                f"{self.process.name} answers what another session asked"
+            )
         self.process.spend(MESSAGE_S)
         return super().send(message)
 
@@ -316,7 +347,11 @@ class SimListener(Listener[Out, In]):
     """A listener that takes its owner's time."""
 
     def __init__(
-        self, channels: SimChannels, endpoint: str, outgoing: Codec[Out], incoming: Codec[In]
+        self,
+        channels: SimChannels,
+        endpoint: str,
+        outgoing: Codec[Out],
+        incoming: Codec[In],
     ) -> None:
         self.process = channels.process
         self.network = channels.network
@@ -330,7 +365,9 @@ class SimListener(Listener[Out, In]):
         if received is not None and received.message is not None:
             self.process.spend(MESSAGE_S)
             if not name_of(received.peer):
-                self.network.complain(f"{self.process.name} hears a peer that no dialer is")
+                self.network.complain(
+                    f"{self.process.name} hears a peer that no dialer is"
+                )
             pipe = self.socket.routes.get(received.peer)
             is_over = pipe is None or pipe.is_closed
             self.network.meet(self.process, received.message, is_over=is_over)
@@ -352,7 +389,9 @@ class SimWire(Wire):
     `wake_if_readable` to `clear_signal`.
     """
 
-    def __init__(self, channels: SimChannels, socket: "DealerSocket | RouterSocket") -> None:
+    def __init__(
+        self, channels: SimChannels, socket: "DealerSocket | RouterSocket"
+    ) -> None:
         self.socket = socket  # type: ignore[assignment]
         self._sim = socket
         self.endpoint = ""
@@ -395,7 +434,9 @@ class SimWire(Wire):
         loop = self._network.loop
         if self._timer_at_s is None or not loop.time() < self._timer_at_s <= wake_at_s:
             self._timer_at_s = wake_at_s
-            world_call_at(loop, max(wake_at_s, loop.time()), lambda: self._ring(wake_at_s))
+            world_call_at(
+                loop, max(wake_at_s, loop.time()), lambda: self._ring(wake_at_s)
+            )
 
     def read(self) -> tuple[int, int, memoryview] | None:
         frame = self._sim.read()
@@ -458,10 +499,14 @@ class Link:
         if self.is_over or process.is_dead or self.connection is not None:
             return
         router = network.listeners.get(self.endpoint)
-        can_connect = router is not None and network.can_connect(process, router.process)
+        can_connect = router is not None and network.can_connect(
+            process, router.process
+        )
         if router is None or not can_connect or router.key != self.key:
             if can_connect or (
-                router is not None and not process.is_frozen and network.rng.random() < 0.3
+                router is not None
+                and not process.is_frozen
+                and network.rng.random() < 0.3
             ):
                 # The handshake failed. libzmq reports that twice, and tries again.
                 self.socket.changed("refused")
@@ -651,5 +696,7 @@ class RouterSocket:
             elif before is not None:
                 before.connection.close(1)
             self.routes[pipe.identity] = pipe
-        for pipe in [one for one in self.routes.values() if one.is_closed and not one.frames]:
+        for pipe in [
+            one for one in self.routes.values() if one.is_closed and not one.frames
+        ]:
             del self.routes[pipe.identity]

@@ -49,7 +49,9 @@ class SimRouter(Member):
         is_first = not world.routers
         self.config = RouterConfig(
             control=self.endpoint,
-            local_prefill=world.local_prefill if is_first else rng.choice(("auto", "never")),
+            local_prefill=world.local_prefill
+            if is_first
+            else rng.choice(("auto", "never")),
             max_queued=world.max_queued if is_first else rng.choice((3, 1024)),
             max_queued_s=rng.choice((8.0, 60.0)),
             max_attempts=rng.choice((3, 5)),
@@ -144,7 +146,11 @@ class SimRouter(Member):
     def state_of(self, node: SimNode) -> str:
         """Return what this router makes of a node's process."""
         joined = self.core.registry.node(NodeId(node.name))
-        return joined.state if joined is not None and joined.epoch == node.epoch else "unknown"
+        return (
+            joined.state
+            if joined is not None and joined.epoch == node.epoch
+            else "unknown"
+        )
 
     def serves(self, node: SimNode) -> bool:
         return self.state_of(node) == "ready"
@@ -153,7 +159,9 @@ class SimRouter(Member):
 def is_waiting(lifecycle: Lifecycle) -> bool:
     """Return whether some choice of a request waits for nodes."""
     attempts = [choice.attempt for choice in lifecycle.choices]
-    return any(one is not None and one.state is AttemptState.WAITING for one in attempts)
+    return any(
+        one is not None and one.state is AttemptState.WAITING for one in attempts
+    )
 
 
 def api_key(tenant: int) -> str:

@@ -23,7 +23,8 @@ from tests.sim.executor import VOCAB
 
 EOS = tuple(range(10, 14))
 LETTERS = "abcd"
-PAIRS = "([ac][1-9][0-9]{2}[bd][1-9][0-9]{2})"  # of an even and an odd token, both of 100 or more
+# Of an even and an odd token, both of 100 or more.
+PAIRS = "([ac][1-9][0-9]{2}[bd][1-9][0-9]{2})"
 FEW = range(200, 240)
 
 
@@ -32,7 +33,9 @@ def word(token: int) -> str:
     return f"{LETTERS[token % len(LETTERS)]}{token:03d}"
 
 
-TOKENIZER = Tokenizer(WordLevel({word(token): token for token in range(VOCAB)}, word(0)))
+TOKENIZER = Tokenizer(
+    WordLevel({word(token): token for token in range(VOCAB)}, word(0))
+)
 TOKENIZER.decoder = ByteLevel()
 
 # Called with the prompt, the output so far and a token: whether that may come next.
@@ -62,12 +65,20 @@ def _is_in_two_pairs(_: Sequence[int], output: Sequence[int], token: int) -> boo
 
 RULES: Mapping[str, Rule] = {
     "none": Rule({}, lambda _prompt, _output, _token: True),
-    "pairs": Rule({"structured_outputs": {"regex": f"{PAIRS}+"}}, _is_in_pairs, is_form=True),
-    "two pairs": Rule(
-        {"structured_outputs": {"regex": f"{PAIRS}{{1,2}}"}}, _is_in_two_pairs, is_form=True
+    "pairs": Rule(
+        {"structured_outputs": {"regex": f"{PAIRS}+"}}, _is_in_pairs, is_form=True
     ),
-    "few": Rule({"allowed_token_ids": list(FEW)}, lambda _prompt, _output, token: token in FEW),
-    "new": Rule({"presence_penalty": 2.0}, lambda _prompt, output, token: token not in output),
+    "two pairs": Rule(
+        {"structured_outputs": {"regex": f"{PAIRS}{{1,2}}"}},
+        _is_in_two_pairs,
+        is_form=True,
+    ),
+    "few": Rule(
+        {"allowed_token_ids": list(FEW)}, lambda _prompt, _output, token: token in FEW
+    ),
+    "new": Rule(
+        {"presence_penalty": 2.0}, lambda _prompt, output, token: token not in output
+    ),
     "unheard": Rule(
         {"repetition_penalty": 2.0},
         lambda prompt, output, token: token not in output and token not in prompt,
@@ -81,25 +92,35 @@ class SimMasks(TokenMasks):
     A penalty of the simulated model rules a token out.
     """
 
-    def __init__(self, clock: Callable[[], float], compile_s: Callable[[], float]) -> None:
+    def __init__(
+        self, clock: Callable[[], float], compile_s: Callable[[], float]
+    ) -> None:
         super().__init__(Path(), VOCAB, EOS)
         self._clock = clock
         self._compile_s = compile_s
         self._ready_s: dict[str, float] = {}
 
-    def allowed(self, part: Slice, tokens: tuple[int, ...]) -> Callable[[int], bool] | NoMask:
+    def allowed(
+        self, part: Slice, tokens: tuple[int, ...]
+    ) -> Callable[[int], bool] | NoMask:
         """Return what says of a token whether it may follow a slice of `tokens`."""
         words = self.mask(part, tokens, ())
         if isinstance(words, NoMask):
             return words
-        bits = None if words is None else np.unpackbits(words.view(np.uint8), bitorder="little")
+        bits = (
+            None
+            if words is None
+            else np.unpackbits(words.view(np.uint8), bitorder="little")
+        )
         counted = self.counted(part.key)
         penalized: frozenset[int] = frozenset()
         if counted is not None:
             changes = counted.changes
             is_changed = (changes[DIVISOR] != 1.0) | (changes[MINUEND] != 0.0)
             penalized = frozenset(counted.ids[is_changed].tolist())
-        return lambda token: (bits is None or bool(bits[token])) and token not in penalized
+        return lambda token: (
+            (bits is None or bool(bits[token])) and token not in penalized
+        )
 
     def _compile(self, grammar: str) -> tuple[Future[LLMatcher], bool]:
         now_s = self._clock()

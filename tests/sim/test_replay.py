@@ -50,7 +50,10 @@ FROM_RANKS = (
     BlocksCopied,
     BlocksSaved,
 )
-KINDS = {kind.__name__: kind for kind in (*FROM_LINKS, StepResult, *FROM_RANKS, Turned, Draining)}
+KINDS = {
+    kind.__name__: kind
+    for kind in (*FROM_LINKS, StepResult, *FROM_RANKS, Turned, Draining)
+}
 
 
 class _Line(msgspec.Struct):
@@ -109,7 +112,10 @@ def replay(node: SimNode, dump: Path) -> tuple[EngineLoop, list[object]]:
     for (_, recorded.now_s, is_order), of_turn in groupby(
         lines, lambda line: (line.turn, line.now_s, line.type == "Draining")
     ):
-        told = [(ln.rank, msgspec.json.decode(ln.event, type=KINDS[ln.type])) for ln in of_turn]
+        told = [
+            (ln.rank, msgspec.json.decode(ln.event, type=KINDS[ln.type]))
+            for ln in of_turn
+        ]
         events = [event for _, event in told]
         recorded.links = [one for one in events if isinstance(one, FROM_LINKS)]
         recorded.results.extend(one for one in events if isinstance(one, StepResult))

@@ -26,7 +26,9 @@ def seeds(first: int, num_quick: int, num: int) -> list[Any]:
     """Return the first of each group of seeds; those after the quick ones are for every night."""
     firsts = range(first, first + num, SEEDS_APIECE)
     return [
-        pytest.param(one, marks=pytest.mark.release) if one >= first + num_quick else one
+        pytest.param(one, marks=pytest.mark.release)
+        if one >= first + num_quick
+        else one
         for one in firsts
     ]
 
@@ -40,14 +42,18 @@ def no_logs():
 def test_schedules_of_faults_lose_nothing(first):
     for seed in range(first, first + SEEDS_APIECE):
         result = simulate(seed)
-        assert not result.problems, "\n".join((f"seed {seed}", *result.log, *result.problems))
+        assert not result.problems, "\n".join(
+            (f"seed {seed}", *result.log, *result.problems)
+        )
 
 
 @pytest.mark.parametrize("first", seeds(400, 10, 40))
 def test_schedules_of_faults_lose_no_state(first):
     for seed in range(first, first + SEEDS_APIECE):
         result = simulate(seed, state_blocks=1 + seed % 3)
-        assert not result.problems, "\n".join((f"seed {seed}", *result.log, *result.problems))
+        assert not result.problems, "\n".join(
+            (f"seed {seed}", *result.log, *result.problems)
+        )
 
 
 # Two choices of one request left the queue at once; a client asked for the stream of another one.
@@ -108,7 +114,11 @@ def told_of_pairs(seed: int, lanes: list[list[Fault]]) -> tuple[Result, list[Tol
 
     def take(admission: Admission, now_s: float) -> Any:
         for selected in real_take(admission, now_s):
-            note(admission._registry.pairs, "sent", [node for node, _load in selected.loads])
+            note(
+                admission._registry.pairs,
+                "sent",
+                [node for node, _load in selected.loads],
+            )
             yield selected
 
     real_failed = Pairs.failed
@@ -146,6 +156,8 @@ def test_requests_leave_a_cut_pair_within_five_seconds_and_none_probes_it():
         assert HEALED_S < reached_s < HEALED_S + 6.0
         for one in of_pair:
             if one.what == "failed":
-                assert any(CUT_S - 5.0 < at_s <= one.at_s < at_s + 5.0 for at_s in sent_s), seed
+                assert any(
+                    CUT_S - 5.0 < at_s <= one.at_s < at_s + 5.0 for at_s in sent_s
+                ), seed
         assert not any(first_s < at_s < reached_s for at_s in sent_s), seed
     assert num_met >= 4

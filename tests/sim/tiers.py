@@ -40,7 +40,9 @@ TITLE_BYTES = 64
 class SimTier(SimTransport):
     name = "folder"
 
-    def __init__(self, world: "World", own: Owner, rank: int, store: FolderStore) -> None:
+    def __init__(
+        self, world: "World", own: Owner, rank: int, store: FolderStore
+    ) -> None:
         super().__init__(world, own, rank)
         self._rng = world.tier_rng
         self._store = store
@@ -138,19 +140,24 @@ class SimTier(SimTransport):
         self.check_landing(posted)
         hashes = unpack_hashes(command.hashes)
         heads = self._own.heads(self._rank, 0, self._size)
-        for slot, block_hash, block in zip(command.remote, hashes, command.local, strict=True):
+        for slot, block_hash, block in zip(
+            command.remote, hashes, command.local, strict=True
+        ):
             content = bytearray(self._size)
             try:
                 self._store.read(slot, block_hash, memoryview(content))
             except TransferError as error:
                 posted.error = error
-            self._own.executor.model.slots[block][heads] = self._unpacked(bytes(content))
+            self._own.executor.model.slots[block][heads] = self._unpacked(
+                bytes(content)
+            )
         posted.has_landed = posted.error is None
         self.wake()
 
     def _packed(self, slots: list[Context | int | None]) -> bytes:
         packed = [
-            self._number_of(slot) if isinstance(slot, Context) else slot or 0 for slot in slots
+            self._number_of(slot) if isinstance(slot, Context) else slot or 0
+            for slot in slots
         ]
         return struct.pack(f"<{len(packed)}Q", *packed)
 
@@ -159,7 +166,9 @@ class SimTier(SimTransport):
         contexts = self._world.contexts
         numbers = struct.unpack(f"<{len(content) // SLOT_BYTES}Q", content)
         return [
-            contexts[number % len(contexts)] if heads.start + offset < BLOCK_SIZE else number
+            contexts[number % len(contexts)]
+            if heads.start + offset < BLOCK_SIZE
+            else number
             for offset, number in enumerate(numbers)
         ]
 
@@ -196,7 +205,9 @@ def damage(store: FolderStore, how: str, at: int) -> None:
             # Blocks get the hashes of their neighbours, and keep their checksums.
             records = store._records
             starts = range(0, len(records), RECORD_BYTES)
-            held = [start for start in starts if any(records[start : start + HASH_BYTES])]
+            held = [
+                start for start in starts if any(records[start : start + HASH_BYTES])
+            ]
             hashes = [bytes(records[start : start + HASH_BYTES]) for start in held]
             for start, block_hash in zip(held, hashes[1:] + hashes[:1], strict=True):
                 records[start : start + HASH_BYTES] = block_hash

@@ -141,7 +141,9 @@ class SimTransport:
         return -1
 
     def service(self) -> list[PeerRank]:
-        return [peer for peer, (owner, _) in self._peers.items() if owner.is_gone(peer.rank)]
+        return [
+            peer for peer, (owner, _) in self._peers.items() if owner.is_gone(peer.rank)
+        ]
 
     def close(self) -> None: ...
 
@@ -155,23 +157,31 @@ class SimTransport:
         """Check that the blocks that a read writes are still those that it was given."""
         pool = self._own.pool
         local = posted.command.local
-        is_kept = all(pool.references(block) or block in pool._quarantined for block in local)
+        is_kept = all(
+            pool.references(block) or block in pool._quarantined for block in local
+        )
         if not is_kept or pool.generations_of(local) != posted.generations:
-            self._world.problem(f"a read of {self._own.process.name} lands in blocks of others")
+            self._world.problem(
+                f"a read of {self._own.process.name} lands in blocks of others"
+            )
 
     def _copy(self, posted: _Posted) -> None:
         self.check_landing(posted)
         local = posted.command.local
         owner = posted.owner
         part = posted.part
-        theirs = owner.heads(posted.command.peer.rank, part.remote_offset, part.num_bytes)
+        theirs = owner.heads(
+            posted.command.peer.rank, part.remote_offset, part.num_bytes
+        )
         ours = self._own.heads(self._rank, part.local_offset, part.num_bytes)
         slots = self._own.executor.model.slots
         for source, target in zip(posted.command.remote, local, strict=True):
             if not self._own.lies or self._rng.random() < 0.5:
                 slots[target][ours] = owner.executor.model.slots[source][theirs]
             elif self._rng.random() < 0.5:  # else the block keeps what it had
-                slots[target][ours] = map(_altered, owner.executor.model.slots[source][theirs])
+                slots[target][ours] = map(
+                    _altered, owner.executor.model.slots[source][theirs]
+                )
         posted.has_landed = True
         self.wake()
 
@@ -198,7 +208,9 @@ class SimShm(SimTransport):
 
     def is_stale(self, posted: _Posted) -> bool:
         """Return whether a block that was copied has a new owner."""
-        now = [posted.owner.executor.generations[block] for block in posted.command.remote]
+        now = [
+            posted.owner.executor.generations[block] for block in posted.command.remote
+        ]
         return now != list(posted.command.generations)
 
     def cancel(self, handle: int) -> bool:
@@ -243,7 +255,9 @@ class SimPort:
         process = owner.process
         checksums = partial(owner.checksums, rank) if world.verifies_kv else None
         tiers = cast(Sequence[TierTransport], transports[1:])
-        self._turns = AgentTurns(transports[:1], LIMITS, process.clock, checksums, tiers)
+        self._turns = AgentTurns(
+            transports[:1], LIMITS, process.clock, checksums, tiers
+        )
         self._process = process
         self._rng = world.rng
         self._wake = wake
@@ -270,7 +284,11 @@ class SimPort:
         return self._rank in self._owner.dead_ranks
 
     def poll(self) -> list[AgentEvent]:
-        if self._is_dead and not self._events and self._owner.executor.error is not None:
+        if (
+            self._is_dead
+            and not self._events
+            and self._owner.executor.error is not None
+        ):
             raise NodeError(f"the transfer agent of rank {self._rank} is gone")
         events = self._events
         self._events = []

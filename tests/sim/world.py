@@ -37,17 +37,20 @@ from tests.sim.network import Network
 from tests.sim.routers import SimRouter, parse_at_a_cost, work
 from tests.sim.transports import Pools
 
-HEALING_S = 150.0  # after the last fault, every client has its tokens, also of a crowded node
+# After the last fault, every client has its tokens, also of a crowded node.
+HEALING_S = 150.0
 SETTLING_S = 120.0  # after the last client, all memory is given back, at the latest
 LEAST_PREFIX_TOKENS = 8  # that are worth a read
 AUDIT_S = 0.5  # between two looks at who owns which block
-LONGEST_DETOUR_S = 4.0  # then a node in touch runs no attempt any more that nobody wants
+# Then a node in touch runs no attempt any more that nobody wants.
+LONGEST_DETOUR_S = 4.0
 LONGEST_ABSENCE_S = 5.0  # then a living node in touch with a router is in service there
 LATEST_S = 1.0  # that a request waits for nodes beyond its router's limit
 LONGEST_HALF_S = 2.0  # that a node goes on while one of its ranks is dead
 LONGEST_TURN_S = 0.25  # that other work of a router's loop waits for its turn
 PULSE_S = 0.1  # between two looks at how long it waits
-LONGEST_OFFER_S = 1.0  # then a node holds no blocks any more for another one that has ended
+# Then a node holds no blocks any more for another one that has ended.
+LONGEST_OFFER_S = 1.0
 LONGEST_PREFIX_S = 5.0  # that a prompt waits for a prefix that it could compute
 PACES = (  # of leases and of reads
     (0.6, (0.6, 1.0, 1.5)),
@@ -94,13 +97,17 @@ class World:
         self.lends = self.prefix_rng.random() < 0.7 and lends and not state_blocks
         # Nodes save what they have cached in slots of a folder, of which some are full soon.
         self.tier_rng = random.Random(f"tiers {seed}")
-        self.num_slots = 0 if state_blocks else self.tier_rng.choice((0, 6, 24, 200, 200))
+        self.num_slots = (
+            0 if state_blocks else self.tier_rng.choice((0, 6, 24, 200, 200))
+        )
         self.root = Context(0, -1, 0, None)
         self.contexts: list[Context] = [self.root]  # whose numbers are in files
         self.context_numbers: dict[int, int] = {}  # by their ids
-        self.opened_stores: list[FolderStore] = []  # of all lives, until the schedule ends
+        # Of all lives, until the schedule ends.
+        self.opened_stores: list[FolderStore] = []
         self.disk = Path(tempfile.mkdtemp(prefix="baton-sim-"))
-        self.least_prefix_s = self.prefix_rng.choice((0.02, 0.5, 3.0))  # that a prompt waits
+        # That a prompt waits.
+        self.least_prefix_s = self.prefix_rng.choice((0.02, 0.5, 3.0))
         rng = self.rng
         self.network = Network(loop, rng, self.problem)
         self.port = Port(loop, rng)
@@ -120,7 +127,9 @@ class World:
         self.max_queued = rng.choice((3, 1024))
         self.is_tiny = rng.random() < 0.5  # every block is used again at once
         self.max_model_len = 160 if self.is_tiny else 400
-        self.num_ranks = dict(zip(("prefill", "decode"), rng.choice(RANKS), strict=True))
+        self.num_ranks = dict(
+            zip(("prefill", "decode"), rng.choice(RANKS), strict=True)
+        )
         num_routers, num_prefill, num_decode = rng.choice(SHAPES)
         # The numbers of API keys. Without any, routers ask for no key.
         self.tenants = range(self.later_rng.choice((0, 2, 3)))
@@ -129,11 +138,20 @@ class World:
             self.routers.append(SimRouter(self, f"r{index}"))
         sizes = (44, 64) if self.is_tiny else rng.choice(((320, 320), (110, 600)))
         self.nodes = [
-            *(SimNode(self, f"p{index}", "prefill", sizes[0]) for index in range(num_prefill)),
-            *(SimNode(self, f"d{index}", "decode", sizes[1]) for index in range(num_decode)),
+            *(
+                SimNode(self, f"p{index}", "prefill", sizes[0])
+                for index in range(num_prefill)
+            ),
+            *(
+                SimNode(self, f"d{index}", "decode", sizes[1])
+                for index in range(num_decode)
+            ),
         ]
-        self.twins: list[SimNode] = []  # that use the name of another, or have another model
-        num_clients, self.latest_start_s = rng.choice(((20, 35.0), (30, 15.0), (30, 3.0)))
+        # That use the name of another, or have another model.
+        self.twins: list[SimNode] = []
+        num_clients, self.latest_start_s = rng.choice(
+            ((20, 35.0), (30, 15.0), (30, 3.0))
+        )
         self.clients = [Client(self, number) for number in range(num_clients)]
         # Faults have numbers of their own, so that another kind changes nothing but them.
         lot = random.Random(rng.getrandbits(64))
@@ -190,7 +208,9 @@ class World:
         if told["message"].startswith("Task was destroyed"):
             return  # one of a killed process
         error = told.get("exception")
-        where = traceback.format_tb(error.__traceback__)[-2:] if error is not None else []
+        where = (
+            traceback.format_tb(error.__traceback__)[-2:] if error is not None else []
+        )
         self.problem(f"{told['message']}: {error!r} {' '.join(where)}")
 
     async def _client(self, client: Client) -> None:
@@ -233,7 +253,9 @@ class World:
                     loser.process.call(loser.pool.reset_prefix_cache)
             if not self.lends or self.prefix_rng.random() < 0.5:
                 continue
-            node = self.prefix_rng.choice([one for one in self.nodes if one.role == "prefill"])
+            node = self.prefix_rng.choice(
+                [one for one in self.nodes if one.role == "prefill"]
+            )
             router = self.prefix_rng.choice(self.routers)
             if router.is_up and router.knows(node):
                 router.process.call(partial(router.forget_prefixes, node))
@@ -289,7 +311,10 @@ class World:
         for twin in self.twins:
             if twin.name == node.name and not twin.process.is_dead:
                 self._doubled_s[node.name] = self.loop.time()
-        return self.loop.time() < self._doubled_s.get(node.name, -math.inf) + LONGEST_WAIT_S
+        return (
+            self.loop.time()
+            < self._doubled_s.get(node.name, -math.inf) + LONGEST_WAIT_S
+        )
 
     def _check_outlived(self, node: SimNode) -> None:
         """Check that a node in touch with a router runs nothing that no client of it wants."""
@@ -297,10 +322,13 @@ class World:
             deserters = (one for one in self.routers if one.has_deserted(key))
             router = next(deserters, None)
             is_heard = router is not None and router.is_up and node.is_up
-            if router is None or not is_heard or not router.knows(node):  # it may know a double
+            # It may know a double.
+            if router is None or not is_heard or not router.knows(node):
                 self._unwanted_since_s.pop((node.process, key), None)
                 continue
-            since_s = self._unwanted_since_s.setdefault((node.process, key), self.loop.time())
+            since_s = self._unwanted_since_s.setdefault(
+                (node.process, key), self.loop.time()
+            )
             in_touch_s = self.network.in_touch_since_s(node.process, router.process)
             resumed_s = max(node.process.resumed_s, router.process.resumed_s)
             since_s = max(since_s, in_touch_s, node.hung_until_s, resumed_s)
@@ -320,17 +348,29 @@ class World:
         """Check that a node in touch holds nothing for a handoff that its reader has ended."""
         for key, reader in node.offers():
             peer = next((one for one in self.nodes if one.epoch == reader), node)
-            is_silent = self.network.silent & {(node.name, peer.name), (peer.name, node.name)}
-            if not (node.is_up and peer.is_up and key in peer.ended_receives()) or is_silent:
+            is_silent = self.network.silent & {
+                (node.name, peer.name),
+                (peer.name, node.name),
+            }
+            if (
+                not (node.is_up and peer.is_up and key in peer.ended_receives())
+                or is_silent
+            ):
                 self._unwanted_since_s.pop((node.process, key), None)
                 continue
-            since_s = self._unwanted_since_s.setdefault((node.process, key), self.loop.time())
-            in_touch_s = self.network.in_touch_since_s(node.process, peer.process, num=1)
+            since_s = self._unwanted_since_s.setdefault(
+                (node.process, key), self.loop.time()
+            )
+            in_touch_s = self.network.in_touch_since_s(
+                node.process, peer.process, num=1
+            )
             resumed_s = max(node.process.resumed_s, peer.process.resumed_s)
             hung_s = max(node.hung_until_s, peer.hung_until_s)
             since_s = max(since_s, in_touch_s, hung_s, resumed_s)
             if self.loop.time() - since_s > LONGEST_OFFER_S:
-                self.problem(f"{node.name} still holds {key}, which {peer.name} has ended")
+                self.problem(
+                    f"{node.name} still holds {key}, which {peer.name} has ended"
+                )
 
     def _check_prefixes(self, node: SimNode) -> None:
         """Check that no prompt waits long for a prefix that could be computed."""
@@ -357,7 +397,11 @@ class World:
                 yield f"{node.name} holds blocks: {load}"
             if load.quarantined_blocks or load.num_running or load.num_waiting:
                 yield f"{node.name} has work: {load}"
-            peers = 1 if node.role == "decode" else sum(one.role == "decode" for one in self.nodes)
+            peers = (
+                1
+                if node.role == "decode"
+                else sum(one.role == "decode" for one in self.nodes)
+            )
             if node.num_channels > len(self.routers) + peers:  # idle ones may be closed
                 yield f"{node.name} has {node.num_channels} channels"
         for router in self.routers:
@@ -417,7 +461,8 @@ def simulate(
     try:
         return simulate_once(seed, lanes, state_blocks, lends=lends)
     finally:
-        gc.collect()  # here, because its coroutines would else end in the loop of the next
+        # Here, because its coroutines would else end in the loop of the next.
+        gc.collect()
 
 
 def simulate_once(
@@ -433,7 +478,9 @@ def simulate_once(
     world = World(loop, seed, lanes, state_blocks, lends=lends)
     try:
         with (
-            mock.patch.object(secrets, "token_hex", lambda size: world.rng.randbytes(size).hex()),
+            mock.patch.object(
+                secrets, "token_hex", lambda size: world.rng.randbytes(size).hex()
+            ),
             mock.patch.object(secrets, "randbits", world.rng.getrandbits),
             mock.patch.object(time, "time", world.wall_s),
             mock.patch.object(large_bodies, "parse_body", parse_at_a_cost),

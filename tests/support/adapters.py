@@ -34,7 +34,9 @@ def write_adapter(
         if layer.rpartition(".")[2] in targets:
             outputs, inputs = weight.shape
             begin = f"base_model.model.{layer}.lora_"
-            own = next((r for end, r in (ranks or {}).items() if layer.endswith(end)), rank)
+            own = next(
+                (r for end, r in (ranks or {}).items() if layer.endswith(end)), rank
+            )
             a = torch.randn(own, inputs, generator=generator) * inputs**-0.5
             b = torch.randn(outputs, own, generator=generator) * 0.1
             tensors |= {f"{begin}A.weight": a, f"{begin}B.weight": b}
@@ -44,7 +46,12 @@ def write_adapter(
     if whole:
         fields["modules_to_save"] = list(whole)
     save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "lora", "r": rank, "lora_alpha": 16, "target_modules": list(targets)}
+    config = {
+        "peft_type": "lora",
+        "r": rank,
+        "lora_alpha": 16,
+        "target_modules": list(targets),
+    }
     (folder / "adapter_config.json").write_text(json.dumps(config | fields))
     return folder
 
@@ -64,7 +71,9 @@ def merged(
         if (layer := name.removeprefix("base_model.model.")) in weights:
             weights[layer] = a
         if name.endswith("lora_A.weight"):
-            layer = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            layer = name.removeprefix("base_model.model.").removesuffix(
+                ".lora_A.weight"
+            )
             b = tensors[name.replace("lora_A", "lora_B")]
             ends = (of for end, of in (scalings or {}).items() if layer.endswith(end))
             weights[f"{layer}.weight"] += next(ends, scaling) * (b @ a)

@@ -20,7 +20,9 @@ def on_a_loop(test: AsyncTest) -> Test:
     return call
 
 
-def with_bench(*names: str, run: Callable[[AsyncTest, Path], None]) -> Callable[[AsyncTest], Test]:
+def with_bench(
+    *names: str, run: Callable[[AsyncTest, Path], None]
+) -> Callable[[AsyncTest], Test]:
     """`run` gets a folder and something to await, which it calls with a value for each of `names`.
 
     The test gets those of them that it has as arguments. Its other arguments are fixtures or
@@ -33,7 +35,10 @@ def with_bench(*names: str, run: Callable[[AsyncTest, Path], None]) -> Callable[
         def call(*, tmp_path: Path, **others: object) -> None:
             async def use(*values: object) -> None:
                 given = dict(zip(names, values, strict=True))
-                await test(**others, **{name: given[name] for name in names if name in arguments})
+                await test(
+                    **others,
+                    **{name: given[name] for name in names if name in arguments},
+                )
 
             run(use, tmp_path)
 

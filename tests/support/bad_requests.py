@@ -60,7 +60,8 @@ OF_BOTH = {
     "model": r'"none" 1 [] {} true "../../etc/passwd" "tiny:adapter" "tiny\n"',
     "stream": '1 "true" [] {}',
     "stream_options": '1 [] "x" {"include_usage":1} {"include_usage":true,"more":1} {}',
-    "max_tokens": '0 -1 1.5 "4" [] {} true 2147483648 -2147483649 1e999 NaN ' + "9" * 400,
+    "max_tokens": '0 -1 1.5 "4" [] {} true 2147483648 -2147483649 1e999 NaN '
+    + "9" * 400,
     "min_tokens": '-1 5 1.5 "4" [] true 1e999',
     "n": '0 -1 129 1.5 "2" [] {} true 1000000000 99999999999999999999 -Infinity',
     "temperature": '-1 -0.001 101 1e308 1e999 -1e999 NaN Infinity "1" [] {} true',
@@ -68,8 +69,10 @@ OF_BOTH = {
     "top_k": '-2 1.5 "1" [] true 2147483648 NaN',
     "min_p": '-0.1 1.1 NaN "0" [] true',
     "seed": '1.5 "1" [] true 9223372036854775808 -9223372036854775809 1e30',
-    "stop": r'1 {} [1] [null] [[]] "" ["a",""] "\ud800" ' + f'"{LONG}" {several("1", 65)}',
-    "stop_token_ids": '1 "5" ["5"] [-1] [1.5] [true] {} [2147483648] ' + several("5", 1025),
+    "stop": r'1 {} [1] [null] [[]] "" ["a",""] "\ud800" '
+    + f'"{LONG}" {several("1", 65)}',
+    "stop_token_ids": '1 "5" ["5"] [-1] [1.5] [true] {} [2147483648] '
+    + several("5", 1025),
     "ignore_eos": '1 "yes" []',
     "skip_special_tokens": '0 "no" {}',
     "include_stop_str_in_output": '1 "no" {}',
@@ -128,7 +131,8 @@ OF_ONE = {
         "tools": '[{"type":"function"}]',
     },
     CHAT: {
-        "messages": 'null 1 "x" {} [] [1] [null] ["x"] [[]] [{}] ' + several("1", 10_001),
+        "messages": 'null 1 "x" {} [] [1] [null] ["x"] [[]] [{}] '
+        + several("1", 10_001),
         "max_completion_tokens": '0 -1 1.5 "4" [] 2147483648',
         "add_generation_prompt": "1 []",
         "continue_final_message": "1 []",
@@ -219,7 +223,9 @@ IGNORED = (
 
 def of_fields() -> Iterator[BadRequest]:
     endpoints = {path: {**OF_BOTH, **OF_ONE[path]} for path in (COMPLETIONS, CHAT)}
-    endpoints |= {path: OF_ONE[path] for path in (RESPONSES, MESSAGES, TOKENIZE, DETOKENIZE)}
+    endpoints |= {
+        path: OF_ONE[path] for path in (RESPONSES, MESSAGES, TOKENIZE, DETOKENIZE)
+    }
     endpoints[CHAT]["logprobs"] = "1 [] {}"
     for path, fields in endpoints.items():
         for name, values in fields.items():
@@ -241,17 +247,24 @@ def string_of(**limits: object) -> str:
 
 
 # Forms that can be kept by no output, or are too hard to follow: nodes find that out.
-DOUBLING = {f"a{level}": {"allOf": [{"$ref": f"#/$defs/a{level + 1}"}] * 2} for level in range(30)}
+DOUBLING = {
+    f"a{level}": {"allOf": [{"$ref": f"#/$defs/a{level + 1}"}] * 2}
+    for level in range(30)
+}
 HARD_SCHEMAS = (
     '{"$ref":"#"}',
     '{"allOf":[{"$ref":"#"}]}',
     '{"anyOf":[{"$ref":"#"}]}',
     '{"$ref":"#/$defs/a","$defs":{"a":{"$ref":"#/$defs/b"},"b":{"$ref":"#/$defs/a"}}}',
-    json.dumps({"type": "object", "properties": {f"f{number}": {} for number in range(2000)}}),
+    json.dumps(
+        {"type": "object", "properties": {f"f{number}": {} for number in range(2000)}}
+    ),
 )
 # Those that are not too hard.
 KEPT_SCHEMAS = (
-    json.dumps({"$ref": "#/$defs/a0", "$defs": {**DOUBLING, "a30": {"type": "string"}}}),
+    json.dumps(
+        {"$ref": "#/$defs/a0", "$defs": {**DOUBLING, "a30": {"type": "string"}}}
+    ),
     '{"type":"array","minItems":1000000000}',
     '{"type":"object","minProperties":1000000000}',
     string_of(minLength=1_000_000_000),
@@ -322,8 +335,12 @@ SCHEMAS = (
     string_of(minLength="1"),
     string_of(pattern="^a{2000}$", maxLength=1000),
     json.dumps({"enum": ["x" * 50 + str(number) for number in range(6000)]}),
-    json.dumps({"type": "object", "properties": {f"{'x' * 60}{i}": {} for i in range(5000)}}),
-    json.dumps({"type": "object", "properties": {f"{number}": {} for number in range(5000)}}),
+    json.dumps(
+        {"type": "object", "properties": {f"{'x' * 60}{i}": {} for i in range(5000)}}
+    ),
+    json.dumps(
+        {"type": "object", "properties": {f"{number}": {} for number in range(5000)}}
+    ),
     nested('{"type":"array","items":', "}", 400, "{}"),
 )
 REGEXES = (
@@ -394,7 +411,10 @@ FORMS = {
 COMBINED = (
     (
         "response_format",
-        {"response_format": '{"type":"json_object"}', "structured_outputs": '{"json_object":true}'},
+        {
+            "response_format": '{"type":"json_object"}',
+            "structured_outputs": '{"json_object":true}',
+        },
     ),
     ("min_tokens", {"structured_outputs": '{"regex":"a"}', "min_tokens": "2"}),
     ("ignore_eos", {"structured_outputs": '{"regex":"a"}', "ignore_eos": "true"}),
@@ -403,7 +423,10 @@ COMBINED = (
     ("best_of", {"n": "2", "best_of": "3"}),
     ("n", {"prompt": several('"a"', 100), "n": "100"}),
     ("max_tokens", {"max_tokens": "0", "echo": "false"}),
-    ("echo", {"prompt": several('"' + "a" * 7000 + '"', 5), "echo": "true", "n": "128"}),
+    (
+        "echo",
+        {"prompt": several('"' + "a" * 7000 + '"', 5), "echo": "true", "n": "128"},
+    ),
 )
 
 
@@ -435,16 +458,19 @@ def of_schema(schema: str, way: str, status: int) -> BadRequest:
     if way == "structured_outputs":
         return of_one(COMPLETIONS, way, f'{{"json":{schema}}}', status)
     if way == "response_format":
-        form = f'{{"type":"json_schema","json_schema":{{"name":"x","schema":{schema}}}}}'
+        form = (
+            f'{{"type":"json_schema","json_schema":{{"name":"x","schema":{schema}}}}}'
+        )
         return of_one(CHAT, way, form, status)
     parameters = f'{{"type":"object","properties":{{"a":{schema}}},"required":["a"]}}'
-    tool = (
-        f'[{{"type":"function","function":{{"name":"f","strict":true,"parameters":{parameters}}}}}]'
-    )
+    function = f'{{"name":"f","strict":true,"parameters":{parameters}}}'
+    tool = f'[{{"type":"function","function":{function}}}]'
     return of_one(CHAT, way, tool, status, tool_choice='"required"')
 
 
-def of_one(path: str, name: str, value: str, status: int = 400, **more: str) -> BadRequest:
+def of_one(
+    path: str, name: str, value: str, status: int = 400, **more: str
+) -> BadRequest:
     return BadRequest(path, body_of({**WHOLE[path], name: value, **more}), name, status)
 
 
@@ -462,7 +488,10 @@ FUNCTIONS = (
     ('{"name":"f","description":1}', ".description"),
 )
 TOOLS = (
-    (several('{"type":"function","function":{"name":"f"}}', 2), "tools[1].function.name"),
+    (
+        several('{"type":"function","function":{"name":"f"}}', 2),
+        "tools[1].function.name",
+    ),
     (several('{"type":"function","function":{"name":"f"}}', 1025), "tools"),
     ('[{"type":"retrieval"}]', "tools[0].type"),
     ('[{"function":{"name":"f"}}]', "tools[0].type"),
@@ -487,7 +516,10 @@ TURNS = (
     (PART % "{}", ".content[0].type"),
     (PART % '{"type":"text"}', ".content[0]"),
     (PART % '{"type":"text","text":1}', ".content[0].text"),
-    (PART % '{"type":"image_url","image_url":{"url":"file:///etc/passwd"}}', ".content[0]"),
+    (
+        PART % '{"type":"image_url","image_url":{"url":"file:///etc/passwd"}}',
+        ".content[0]",
+    ),
     (PART % '{"type":"input_audio","input_audio":{}}', ".content[0]"),
     (PART % '{"type":"video_url"}', ".content[0]"),
     (PART % f'{{"type":"{LONG}"}}', ".content[0]"),
@@ -497,7 +529,10 @@ TURNS = (
     ('{"role":"user","tool_calls":[{"function":{"name":"f"}}]}', ".tool_calls"),
     ('{"role":"user","content":"x","reasoning":"y"}', ".reasoning"),
     ('{"role":"tool","content":"x","tool_call_id":1}', ".tool_call_id"),
-    ('{"role":"assistant","function_call":{"name":"f","arguments":""}}', ".function_call"),
+    (
+        '{"role":"assistant","function_call":{"name":"f","arguments":""}}',
+        ".function_call",
+    ),
     ('{"role":"assistant","tool_calls":1}', ".tool_calls"),
     (CALL % "1", ".tool_calls[0]"),
     (CALL % "{}", ".tool_calls[0].function"),
@@ -554,12 +589,19 @@ def of_bodies() -> Iterator[BadRequest]:
         yield BadRequest(path, MANY.encode(), "0")
         yield BadRequest(path, good[:-1] + b',"a":"\xff"}', None)
         yield BadRequest(path, b"\xef\xbb\xbf" + good, None, 200)
-        for kind in ("", "text/plain", "multipart/form-data", "application/x-www-form-urlencoded"):
+        for kind in (
+            "",
+            "text/plain",
+            "multipart/form-data",
+            "application/x-www-form-urlencoded",
+        ):
             yield BadRequest(path, good, None, 415, kind)
         yield BadRequest(path, good, None, encoding="gzip")
         yield BadRequest(path, gzip.compress(good)[:-12], None, encoding="gzip")
         yield BadRequest(path, b'{"prompt":"' + b"x" * (5 * MIB) + b'"}', None, 413)
-        yield BadRequest(path, gzip.compress(b" " * (64 * MIB)), None, 413, encoding="gzip")
+        yield BadRequest(
+            path, gzip.compress(b" " * (64 * MIB)), None, 413, encoding="gzip"
+        )
         yield BadRequest(path, b"", None, 405, method="PUT")
     call = f'{{"name":"f","arguments":{OBJECTS}}}'
     turns = f'[{{"role":"assistant","tool_calls":[{{"function":{call}}}]}}]'

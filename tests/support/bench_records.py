@@ -8,18 +8,35 @@ from hypothesis import strategies as st
 from baton.bench.figures.metrics import PRESETS, Bounds, summarise
 from baton.bench.figures.validity import Case, judge
 from baton.bench.plan.plan import Plan
-from baton.bench.records import Arrival, ClientProcess, LoadResult, Outcome, Planned, Record
+from baton.bench.records import (
+    Arrival,
+    ClientProcess,
+    LoadResult,
+    Outcome,
+    Planned,
+    Record,
+)
 from baton.bench.report.document import Report, Run
 from baton.bench.report.provenance import Machine, Provenance
 from baton.bench.settings import LoadSettings, Settings, Workload
 
 PROVENANCE = Provenance(
     created_at="2026-03-01T12:00:00+00:00",
-    command_line=["baton", "bench", "run", "--arrivals", "poisson:6", "--preset", "chat"],
+    command_line=[
+        "baton",
+        "bench",
+        "run",
+        "--arrivals",
+        "poisson:6",
+        "--preset",
+        "chat",
+    ],
     baton_version="0.1.0",
     commit="0123456789abcdef0123456789abcdef01234567",
     dirty=False,
-    machine=Machine("Example CPU at 3.0 GHz", 16, 16, 128 << 30, [], "Linux 6.1 x86_64"),
+    machine=Machine(
+        "Example CPU at 3.0 GHz", 16, 16, 128 << 30, [], "Linux 6.1 x86_64"
+    ),
     versions={"python": "3.11.7", "aiohttp": "3.14.5"},
     load_before=(0.31, 0.42, 0.40),
     load_after=(1.12, 0.77, 0.52),
@@ -34,7 +51,9 @@ def scene_run(
     for record in warm_up:
         record.warm_up = True
     records = [
-        answered(2 + n, n / rate, [0.1 + 0.001 * n + 0.012 * place for place in range(8)])
+        answered(
+            2 + n, n / rate, [0.1 + 0.001 * n + 0.012 * place for place in range(8)]
+        )
         for n in range(40)
     ]
     refused = failed(42, 40 / rate, Outcome.REFUSED, "503: no room, try again in 1 s")
@@ -52,13 +71,18 @@ def scene_run(
     )
 
 
-def report_of(runs: Sequence[Run], *, command: str = "run", title: str = "A load") -> Report:
+def report_of(
+    runs: Sequence[Run], *, command: str = "run", title: str = "A load"
+) -> Report:
     """A report whose provenance and settings are always the same."""
     return Report(
         command=command,
         title=title,
         provenance=PROVENANCE,
-        settings={"target.url": "http://127.0.0.1:8000", "arrival.arrivals": "poisson:6"},
+        settings={
+            "target.url": "http://127.0.0.1:8000",
+            "arrival.arrivals": "poisson:6",
+        },
         bounds=runs[0].summary.bounds if runs else None,
         runs=list(runs),
     )
@@ -91,8 +115,12 @@ def case_of(
 ) -> Case:
     """A case of a plan, or of a closed loop of one client with so many requests."""
     if isinstance(plan, int):
-        plan = Plan([Planned(index, None, 2, (1,)) for index in range(plan)], ["a note"])
-    settings = Settings(load=msgspec.convert(load, LoadSettings), workload=workload or Workload())
+        plan = Plan(
+            [Planned(index, None, 2, (1,)) for index in range(plan)], ["a note"]
+        )
+    settings = Settings(
+        load=msgspec.convert(load, LoadSettings), workload=workload or Workload()
+    )
     return Case("a load", plan, settings, PRESETS["chat"], concurrency)
 
 
@@ -162,7 +190,12 @@ def steady(
 def plan_of(records: Sequence[Record]) -> list[Planned]:
     """The plan that these records carried out."""
     return [
-        Planned(record.index, record.intended_s, record.forced_tokens, warm_up=record.warm_up)
+        Planned(
+            record.index,
+            record.intended_s,
+            record.forced_tokens,
+            warm_up=record.warm_up,
+        )
         for record in records
     ]
 
@@ -172,7 +205,9 @@ def loads(draw: st.DrawFn) -> list[Record]:
     """Any requests in any order: answered and failed ones, late ones, chunks of several tokens."""
     found = []
     for index in range(draw(st.integers(1, 8))):
-        gaps = draw(st.lists(st.tuples(st.integers(1, 400), st.integers(1, 4)), max_size=4))
+        gaps = draw(
+            st.lists(st.tuples(st.integers(1, 400), st.integers(1, 4)), max_size=4)
+        )
         counted = sorted(set(Outcome) - {Outcome.STOPPED})
         outcome = draw(st.sampled_from(counted)) if gaps else Outcome.TRUNCATED
         now_s = 0.0

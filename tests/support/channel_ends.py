@@ -47,7 +47,9 @@ class Ends:
         self._bare: list[zmq.Socket[bytes]] = []
 
     def listen(self, endpoint: str) -> Listener[ToNode, ToRouter]:
-        return Listener(endpoint, to_node_codec(), to_router_codec(), self.context, self.keys)
+        return Listener(
+            endpoint, to_node_codec(), to_router_codec(), self.context, self.keys
+        )
 
     def dial(
         self, name: str = "d0", endpoint: str = "", keys: Keys | None = None
@@ -80,7 +82,8 @@ class Ends:
             if received is None:
                 wait(self.listener)
             else:
-                name = name_of(received.peer) or received.peer  # a bare socket's is whole
+                # A bare socket's is whole.
+                name = name_of(received.peer) or received.peer
                 self.peers[name] = received.peer
                 heard.append(Received(name, received.message, received.disconnected))
         return heard
@@ -106,7 +109,9 @@ def ends(folder: Path, kind: str = "ipc", keys: Keys = NO_KEYS) -> Iterator[Ends
         made.close()
 
 
-def answers(dialer: Dialer[ToRouter, ToNode], count: int) -> list[ToNode | Disconnected]:
+def answers(
+    dialer: Dialer[ToRouter, ToNode], count: int
+) -> list[ToNode | Disconnected]:
     """The next `count` things that a dialer says, woken by its descriptor alone."""
     said: list[ToNode | Disconnected] = []
     while len(said) < count:
@@ -142,7 +147,9 @@ def new_key(folder: Path, name: str = "own.key") -> Keys:
     return load_keys(KeysConfig(str(folder / name)))
 
 
-def work(pair: Ends, dialer: Dialer[ToRouter, ToNode], until: Callable[[], bool]) -> None:
+def work(
+    pair: Ends, dialer: Dialer[ToRouter, ToNode], until: Callable[[], bool]
+) -> None:
     """Keep both sides at work until a condition holds; nothing but the end of a session is said."""
     end_s = monotonic() + DEADLINE_S
     while not until():

@@ -17,7 +17,9 @@ Objects = dict[tuple[str, str], Object]
 
 # Where `make install-test` puts helm and kubectl.
 os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)
-needs_helm = pytest.mark.skipif(shutil.which("helm") is None, reason="helm is not installed")
+needs_helm = pytest.mark.skipif(
+    shutil.which("helm") is None, reason="helm is not installed"
+)
 
 
 def helm(*words: str) -> subprocess.CompletedProcess[str]:

@@ -122,7 +122,9 @@ def model_folder(family: str, **shape: Unpack[Shape]) -> Path:
     """`write_checkpoint` once per process for the same arguments; read it, do not change it."""
     key = tuple(asdict(_Model(family, **shape)).values())
     if key not in _written:
-        _written[key] = write_checkpoint(_scratch() / f"{family}-{len(_written)}", family, **shape)
+        _written[key] = write_checkpoint(
+            _scratch() / f"{family}-{len(_written)}", family, **shape
+        )
     return _written[key]
 
 
@@ -179,13 +181,27 @@ def _tensors(model: _Model) -> dict[str, Tensor]:
         "model.norm.weight": random.norm(hidden),
     }
     if not model.tie:
-        tensors["lm_head.weight"] = random.matrix(model.vocab_size, hidden, 4 / math.sqrt(hidden))
+        tensors["lm_head.weight"] = random.matrix(
+            model.vocab_size, hidden, 4 / math.sqrt(hidden)
+        )
     queries = model.num_heads * width
     keys = model.num_kv_heads * width
     linear = {
-        "self_attn.q_proj": (queries, hidden, model.attention_bias or model.family == "qwen2"),
-        "self_attn.k_proj": (keys, hidden, model.attention_bias or model.family == "qwen2"),
-        "self_attn.v_proj": (keys, hidden, model.attention_bias or model.family == "qwen2"),
+        "self_attn.q_proj": (
+            queries,
+            hidden,
+            model.attention_bias or model.family == "qwen2",
+        ),
+        "self_attn.k_proj": (
+            keys,
+            hidden,
+            model.attention_bias or model.family == "qwen2",
+        ),
+        "self_attn.v_proj": (
+            keys,
+            hidden,
+            model.attention_bias or model.family == "qwen2",
+        ),
         "self_attn.o_proj": (hidden, queries, model.attention_bias),
         "mlp.gate_proj": (model.intermediate_size, hidden, model.mlp_bias),
         "mlp.up_proj": (model.intermediate_size, hidden, model.mlp_bias),
@@ -199,7 +215,9 @@ def _tensors(model: _Model) -> dict[str, Tensor]:
             scale = 1.7 / math.sqrt(hidden)
             tensors[f"{prefix}{name}.weight"] = random.matrix(outputs, inputs, scale)
             if has_bias:
-                tensors[f"{prefix}{name}.bias"] = random.matrix(1, outputs, 0.1)[0].clone()
+                tensors[f"{prefix}{name}.bias"] = random.matrix(1, outputs, 0.1)[
+                    0
+                ].clone()
         if model.family == "qwen3":
             tensors[prefix + "self_attn.q_norm.weight"] = random.norm(width, 2.0)
             tensors[prefix + "self_attn.k_norm.weight"] = random.norm(width, 2.0)
@@ -229,7 +247,11 @@ def _write_tensors(folder: Path, tensors: dict[str, Tensor], shards: int) -> Non
     for number in range(shards):
         file = f"model-{number + 1:05}-of-{shards:05}.safetensors"
         part = names[number::shards]
-        save_file({name: tensors[name] for name in part}, folder / file, metadata={"format": "pt"})
+        save_file(
+            {name: tensors[name] for name in part},
+            folder / file,
+            metadata={"format": "pt"},
+        )
         places |= dict.fromkeys(part, file)
     size = sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": size}, "weight_map": places}

@@ -28,10 +28,14 @@ def main(role: str, *rest: str) -> int:
             time.sleep(FOREVER_S)
         case "leave-one":
             # It is in our process group, so it must end with us although no process waits for it.
-            left = subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({FOREVER_S})"])
+            left = subprocess.Popen(
+                [sys.executable, "-c", f"import time; time.sleep({FOREVER_S})"]
+            )
             print(left.pid)
         case "parent":
-            grandchild = Child(Command("grandchild", ("wait",), "tests.support.child_roles"))
+            grandchild = Child(
+                Command("grandchild", ("wait",), "tests.support.child_roles")
+            )
             print(grandchild.pid)
             time.sleep(FOREVER_S)
     return 0

@@ -38,12 +38,22 @@ def place(
     key = Key(RequestId(name))
     keys = prompt_keys(range(num_tokens), BLOCK_SIZE)
     return Selection(
-        key, num_tokens, 1, wants_decode, num_tokens + 10, avoid, block_keys=keys, tenant=tenant
+        key,
+        num_tokens,
+        1,
+        wants_decode,
+        num_tokens + 10,
+        avoid,
+        block_keys=keys,
+        tenant=tenant,
     )
 
 
 def choose(
-    registry: Registry, attempt: Selection, mode: LocalPrefill = "auto", now_s: float = 0.0
+    registry: Registry,
+    attempt: Selection,
+    mode: LocalPrefill = "auto",
+    now_s: float = 0.0,
 ) -> tuple[str | None, str | None] | None:
     selected = CheapestPair(mode, 32).choose(now_s, registry, attempt)
     if selected is None:

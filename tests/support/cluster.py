@@ -53,8 +53,12 @@ class Cluster:
         self._over = over
         self._ranks = ranks or {}
         # An address of this process alone on this host, so that its ports are free.
-        address = "127." + ".".join(str(byte) for byte in os.getpid().to_bytes(3, "big"))
-        control = f"ipc://{folder}/control" if over == "ipc" else f"tcp://{address}:5570"
+        address = "127." + ".".join(
+            str(byte) for byte in os.getpid().to_bytes(3, "big")
+        )
+        control = (
+            f"ipc://{folder}/control" if over == "ipc" else f"tcp://{address}:5570"
+        )
         self.config = msgspec.structs.replace(
             config,
             router=msgspec.structs.replace(config.router, control=control, port=0),
@@ -82,11 +86,19 @@ class Cluster:
     def start_node(self, role: Role, index: int) -> None:
         """Start (again) the node `role-index`."""
         name = f"{role}-{index}"
-        bind = f"ipc://{self.folder}/peers-{name}" if self._over == "ipc" else "tcp://127.0.0.1"
+        bind = (
+            f"ipc://{self.folder}/peers-{name}"
+            if self._over == "ipc"
+            else "tcp://127.0.0.1"
+        )
         node = msgspec.structs.replace(self.config.node, id=name, bind=bind)
         degree = self._ranks.get(name, self.config.engine.tensor_parallel_size)
-        engine = msgspec.structs.replace(self.config.engine, tensor_parallel_size=degree)
-        self.start(name, msgspec.structs.replace(self.config, node=node, engine=engine), role)
+        engine = msgspec.structs.replace(
+            self.config.engine, tensor_parallel_size=degree
+        )
+        self.start(
+            name, msgspec.structs.replace(self.config, node=node, engine=engine), role
+        )
 
     def start(self, name: str, config: ClusterConfig, command: str = "") -> None:
         settings = self.folder / f"{name}.yaml"
@@ -146,11 +158,16 @@ class Cluster:
     def num_used_blocks(self) -> int:
         """Blocks of all nodes that could not be given out, as of their last heartbeats."""
         page = self.get("/metrics")[1]
-        return metric(page, "baton_node_total_blocks") - metric(page, "baton_node_free_blocks")
+        return metric(page, "baton_node_total_blocks") - metric(
+            page, "baton_node_free_blocks"
+        )
 
     def wait_for_metric(self, name: str, value: int) -> None:
         """Until a family of the router's metrics adds up to `value`."""
-        until(lambda: metric(self.get("/metrics")[1], name) == value, lambda: f"{name} differs")
+        until(
+            lambda: metric(self.get("/metrics")[1], name) == value,
+            lambda: f"{name} differs",
+        )
 
     def url(self, path: str) -> str:
         return f"http://127.0.0.1:{self.port}{path}"
@@ -173,14 +190,21 @@ class Cluster:
         return read_records(self.folder / "records" / f"{name}.jsonl")
 
     def steps(self, name: str) -> list[StepRecord]:
-        return [record for record in self.records(name) if isinstance(record, StepRecord)]
+        return [
+            record for record in self.records(name) if isinstance(record, StepRecord)
+        ]
 
     def reads(self, name: str) -> list[ReadRecord]:
-        return [record for record in self.records(name) if isinstance(record, ReadRecord)]
+        return [
+            record for record in self.records(name) if isinstance(record, ReadRecord)
+        ]
 
     def _find_port(self) -> int:
         self._check_alive()
-        found = [re.search(r"listening on http://[^:]*:(\d+)", line) for line in list(self.lines)]
+        found = [
+            re.search(r"listening on http://[^:]*:(\d+)", line)
+            for line in list(self.lines)
+        ]
         return next((int(one[1]) for one in found if one), 0)
 
     def _check_alive(self) -> None:

@@ -29,7 +29,13 @@ from baton.kernels.cuda import decode_attention, fixed_product, paged
 from baton.kernels.cuda.decode_attention import paged_decode_attention
 from baton.kernels.cuda.paged import DECODE, PREFILL, Row
 from baton.kernels.cuda.prefill_attention import paged_prefill_attention
-from tools.gpu.kernel_cases import AttentionShape, Batch, attention_batch, in_fp8, rotation_table
+from tools.gpu.kernel_cases import (
+    AttentionShape,
+    Batch,
+    attention_batch,
+    in_fp8,
+    rotation_table,
+)
 
 Launch = tuple[triton.JITFunction, tuple[object, ...], dict[str, object]]
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -63,7 +69,12 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="AnnAssign", category=DeprecationWarning)
     wanted = [name for name in sys.argv[1:] if name not in GPUS] or cases()
     reports = [
-        {"case": case, **msgspec.structs.asdict(cubin), "blocks": cubin.blocks, "fits": cubin.fits}
+        {
+            "case": case,
+            **msgspec.structs.asdict(cubin),
+            "blocks": cubin.blocks,
+            "fits": cubin.fits,
+        }
         for gpu in sys.argv[1:]
         if gpu in GPUS
         for case, call in cases().items()
@@ -93,8 +104,12 @@ def cases() -> dict[str, Callable[[], object]]:
             found[key] = launch(name, (bf16, head_dim), how)
             found[f"ordered {key}"] = launch(name, (bf16, head_dim), how, ordered=True)
     for head_dim in (80, 128, 256):
-        found[f"prefill bf16 {head_dim} window"] = launch("prefill", (bf16, head_dim), (100,))
-        found[f"decode bf16 {head_dim} group of 32"] = launch("decode", (bf16, head_dim), group=32)
+        found[f"prefill bf16 {head_dim} window"] = launch(
+            "prefill", (bf16, head_dim), (100,)
+        )
+        found[f"decode bf16 {head_dim} group of 32"] = launch(
+            "decode", (bf16, head_dim), group=32
+        )
     for heads in (16, 20, 128):
         found[f"latent bf16 {heads}"] = partial(_latent, bf16, heads)
     return found | {
@@ -144,7 +159,9 @@ def _latent(dtype: torch.dtype, heads: int) -> None:
     pool = torch.empty(80, 1, 2, 1, 16, 576)
     pool = pool.to(dtype)
     tables = torch.zeros(1, 70, dtype=torch.int32)
-    q = kernels.turn_and_store(x, torch.arange(9), rotation_table(16, 64), pool, 1, torch.arange(9))
+    q = kernels.turn_and_store(
+        x, torch.arange(9), rotation_table(16, 64), pool, 1, torch.arange(9)
+    )
     starts, lens = (torch.tensor(one, dtype=torch.int32) for one in ([0, 9], [1100]))
     kernels.latent_decode_attention(q[:1], pool, 1, tables, lens, 0.1, 64)
     kernels.latent_prefill_attention(q, pool, 1, tables, starts, lens, 0.1, 64)
@@ -176,7 +193,9 @@ def _norm() -> object:
 def _product(dtype: torch.dtype) -> object:
     from baton.kernels.cuda.fixed_product import fixed_product
 
-    return fixed_product(torch.empty(7, 4096, dtype=dtype), torch.empty(6144, 4096, dtype=dtype))
+    return fixed_product(
+        torch.empty(7, 4096, dtype=dtype), torch.empty(6144, 4096, dtype=dtype)
+    )
 
 
 def _narrow(*, is_fp8: bool) -> object:
@@ -221,7 +240,9 @@ def _blocks() -> None:
 def _sums() -> object:
     from baton.kernels.cuda.pool_writes import sum_blocks
 
-    return sum_blocks(torch.empty(3, 4096, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int32))
+    return sum_blocks(
+        torch.empty(3, 4096, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int32)
+    )
 
 
 def _sampling(dtype: torch.dtype, vocab: int) -> object:
@@ -269,7 +290,9 @@ class Cubin(msgspec.Struct, frozen=True):
         registers = -(-self.registers // 8) * 8 * threads
         shared = -(-(self.shared_bytes + RESERVED_BYTES) // 128) * 128
         _, shared_bytes, max_threads = GPUS[self.gpu]
-        return min(REGISTERS // registers, shared_bytes // shared, max_threads // threads)
+        return min(
+            REGISTERS // registers, shared_bytes // shared, max_threads // threads
+        )
 
     @property
     def fits(self) -> bool:
@@ -316,16 +339,26 @@ def _compile(launch: Launch, gpu: str) -> Cubin:
     for index, parameter in enumerate(kernel.params):
         value = values[parameter.name]
         constant = parameter.is_constexpr or value is None
-        if constant or (isinstance(value, int) and value == 1 and not parameter.do_not_specialize):
+        if constant or (
+            isinstance(value, int) and value == 1 and not parameter.do_not_specialize
+        ):
             signature[parameter.name] = "constexpr"
             constants[parameter.name] = value
             continue
         signature[parameter.name] = _type_name(value)
         aligned = value.data_ptr() if isinstance(value, torch.Tensor) else value
-        if isinstance(aligned, int) and aligned % 16 == 0 and not parameter.do_not_specialize:
+        if (
+            isinstance(aligned, int)
+            and aligned % 16 == 0
+            and not parameter.do_not_specialize
+        ):
             attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    built = triton.compile(source, target=GPUTarget("cuda", int(gpu), 32), options=options)
+    source = ASTSource(
+        fn=kernel, signature=signature, constexprs=constants, attrs=attributes
+    )
+    built = triton.compile(
+        source, target=GPUTarget("cuda", int(gpu), 32), options=options
+    )
     registers, local_bytes = _usage(built.asm["cubin"])
     ptx = built.asm["ptx"]
     # Masked loads are inline assembly with a predicate in front; copies to shared are `cp.async`.
@@ -376,13 +409,20 @@ def _usage(cubin: bytes) -> tuple[int, int]:
 
 
 def launch(
-    name: str, row: Row, how: Sequence[Any] = (), *, ordered: bool = False, group: int = 4
+    name: str,
+    row: Row,
+    how: Sequence[Any] = (),
+    *,
+    ordered: bool = False,
+    group: int = 4,
 ) -> Callable[[], object]:
     """Return a call of a kernel on CPU tensors, to be compiled and not made."""
     dtype, head_dim = row
     is_fp8 = dtype == paged.FP8
     dtype = paged.BF16 if is_fp8 else dtype
-    shape = AttentionShape((1100,), (100,), HEADS, HEADS // group, head_dim, dtype=dtype)
+    shape = AttentionShape(
+        (1100,), (100,), HEADS, HEADS // group, head_dim, dtype=dtype
+    )
     batch = attention_batch(shape, "cpu")
     if is_fp8:
         batch = dataclasses.replace(batch, pool=in_fp8(batch.pool)[0])
@@ -395,7 +435,13 @@ def launch(
 
 def _decode(batch: Batch, how: Sequence[Any], *, ordered: bool) -> None:
     paged_decode_attention(
-        batch.q, batch.pool, 1, batch.block_tables, batch.context_lens, *how, ordered=ordered
+        batch.q,
+        batch.pool,
+        1,
+        batch.block_tables,
+        batch.context_lens,
+        *how,
+        ordered=ordered,
     )
 
 

@@ -16,7 +16,9 @@ def post(
 
 def ask(url: str, body: dict[str, object], **headers: str) -> HTTPResponse:
     """Return the answer to a completion, whole or as it comes."""
-    reply: HTTPResponse = urllib.request.urlopen(post(url, body, **headers), timeout=TIMEOUT_S)
+    reply: HTTPResponse = urllib.request.urlopen(
+        post(url, body, **headers), timeout=TIMEOUT_S
+    )
     return reply
 
 

@@ -108,7 +108,9 @@ class Text:
         self.tokens = list(tokens)
         self.blocks = tuple(blocks)
 
-    def chunk(self, start: int, end: int, *, sample: bool = False, num_held: int = 0) -> Slice:
+    def chunk(
+        self, start: int, end: int, *, sample: bool = False, num_held: int = 0
+    ) -> Slice:
         return Slice(
             self.key,
             start,
@@ -128,7 +130,15 @@ def next_step(text: Text, position: int, choice: int = 0) -> Slice:
     """A decode step whose token the host does not know yet."""
     key = text.key.of_choice(choice)
     return Slice(
-        key, position, 1, (), text.blocks, (choice,), GREEDY, len(text.tokens), state=text.state
+        key,
+        position,
+        1,
+        (),
+        text.blocks,
+        (choice,),
+        GREEDY,
+        len(text.tokens),
+        state=text.state,
     )
 
 
@@ -137,7 +147,9 @@ def logits(runner: Runner, *slices: Slice) -> list[Tensor]:
     batch = runner.pack(slices)
     batch = replace(batch, adapted_outputs=batch.adapted)  # all rows are wanted
     with torch.inference_mode():
-        rows = runner.decoder.forward(batch, torch.arange(len(batch.token_ids)), runner.backend)
+        rows = runner.decoder.forward(
+            batch, torch.arange(len(batch.token_ids)), runner.backend
+        )
     return [rows[chunk.row : chunk.row + chunk.length] for chunk in batch.chunks]
 
 

@@ -39,7 +39,9 @@ def key(name: str = "r", attempt: int = 0) -> Key:
 
 
 def rank_address(epoch: str, host: str = "host") -> RankAddress:
-    return RankAddress({"shm": ShmAddress(host, f"@{epoch}", b"n" * 16, Epoch(epoch)).encode()})
+    return RankAddress(
+        {"shm": ShmAddress(host, f"@{epoch}", b"n" * 16, Epoch(epoch)).encode()}
+    )
 
 
 def heads_of(kv_heads: int, num_ranks: int, rank: int) -> list[int]:

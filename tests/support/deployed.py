@@ -23,7 +23,10 @@ class Deployed:
     """A small cluster in a folder of its own. `prefix` and `env` are those of every command."""
 
     def __init__(
-        self, folder: Path, prefix: Sequence[str] = (), env: Mapping[str, str] | None = None
+        self,
+        folder: Path,
+        prefix: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
     ) -> None:
         self.folder = folder
         self._prefix = prefix
@@ -41,7 +44,9 @@ class Deployed:
     def take_ports(self) -> None:
         self.port = free_port()
         (router,) = self.content.get("routers", [{}])  # type: ignore[misc]
-        self.content["routers"] = [{**router, "port": self.port, "control_port": free_port()}]
+        self.content["routers"] = [
+            {**router, "port": self.port, "control_port": free_port()}
+        ]
 
     def write(self) -> None:
         text = yaml.safe_dump(self.content, sort_keys=False)

@@ -46,7 +46,9 @@ def nextn_folder(kind: str, seed: int = 0) -> Path:
         f"{block}hnorm.weight": 1 + random(hidden, scale=0.1),
         f"{block}eh_proj.weight": random(hidden, 2 * hidden, scale=hidden**-0.5),
         f"{block}shared_head.norm.weight": 1 + random(hidden, scale=0.1),
-        f"{block}shared_head.head.weight": random(config["vocab_size"], hidden, scale=0.3),
+        f"{block}shared_head.head.weight": random(
+            config["vocab_size"], hidden, scale=0.3
+        ),
         f"{block}embed_tokens.weight": tensors["model.embed_tokens.weight"].clone(),
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -80,14 +82,19 @@ class NextnReference:
         self.tensors = load_file(nextn_folder(kind) / "model.safetensors")
         whole = foreign_folder(kind, num_hidden_layers=NUM_LAYERS + 1)
         auto: Any = AutoModelForCausalLM
-        model = auto.from_pretrained(whole, dtype=torch.float32, attn_implementation="eager")
+        model = auto.from_pretrained(
+            whole, dtype=torch.float32, attn_implementation="eager"
+        )
         self.base = model.eval().model
         self.eps = self.base.config.rms_norm_eps
 
     def drafts(self, token_ids: list[int], count: int) -> list[int]:
         """What may follow a text."""
         with torch.inference_mode():
-            states = [torch.zeros(self.base.config.hidden_size), *self._hidden(token_ids)]
+            states = [
+                torch.zeros(self.base.config.hidden_size),
+                *self._hidden(token_ids),
+            ]
             text = list(token_ids)
             states = states[: len(text)]
             drafts: list[int] = []
@@ -120,7 +127,9 @@ class NextnReference:
         positions = torch.arange(length)[None]
         mask = torch.full((length, length), -torch.inf).triu(1)[None, None]
         angles = self.base.rotary_emb(x, positions)
-        out = layer(x, attention_mask=mask, position_ids=positions, position_embeddings=angles)
+        out = layer(
+            x, attention_mask=mask, position_ids=positions, position_embeddings=angles
+        )
         return out if isinstance(out, Tensor) else out[0]
 
 
@@ -157,7 +166,9 @@ def eagle_folder(*, every: int = 1) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     tensors["lm_head.weight"] = tensors["lm_head.weight"][ids].clone()
     tensors["d2t"] = ids - torch.arange(len(ids))
-    embedding = load_file(eagle_model() / "model.safetensors")["model.embed_tokens.weight"]
+    embedding = load_file(eagle_model() / "model.safetensors")[
+        "model.embed_tokens.weight"
+    ]
     tensors["embed_tokens.weight"] = embedding
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

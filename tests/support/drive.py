@@ -10,7 +10,14 @@ from baton.node.scheduling.plan import StepPlan, StepResult
 from baton.node.scheduling.scheduler import NodeLimits, Scheduler
 from baton.prefill_node.scheduler import PrefillScheduler
 from baton.protocol.ids import Key, RequestId
-from baton.protocol.messages import Decode, Offered, Prefill, TokenEntry, Tokens, ToRouter
+from baton.protocol.messages import (
+    Decode,
+    Offered,
+    Prefill,
+    TokenEntry,
+    Tokens,
+    ToRouter,
+)
 from baton.protocol.sampling import Sampling
 from tests.sim.executor import BLOCK_SIZE, CheckedModel, Context, next_token
 
@@ -28,12 +35,18 @@ def sampling(max_tokens: int = 8, **fields: object) -> Sampling:
     return Sampling(seed=0, max_tokens=max_tokens, temperature=0.0, **fields)  # type: ignore[arg-type]
 
 
-def local(name: str, prompt: list[int], max_tokens: int = 8, num_choices: int = 1) -> Decode:
+def local(
+    name: str, prompt: list[int], max_tokens: int = 8, num_choices: int = 1
+) -> Decode:
     """A request that decode computes alone."""
-    return Decode(key(name), list(prompt), len(prompt), sampling(max_tokens), num_choices)
+    return Decode(
+        key(name), list(prompt), len(prompt), sampling(max_tokens), num_choices
+    )
 
 
-def handed(name: str, prompt: list[int], max_tokens: int = 8, num_choices: int = 1) -> Decode:
+def handed(
+    name: str, prompt: list[int], max_tokens: int = 8, num_choices: int = 1
+) -> Decode:
     """A request whose prompt a prefill node computes."""
     message = local(name, prompt, max_tokens, num_choices)
     return Decode(
@@ -70,7 +83,9 @@ def result_of(model: CheckedModel, plan: StepPlan) -> StepResult:
     return StepResult(plan.step_id, model.run(plan), 0.0, 0.001)
 
 
-def continuation(prompt: list[int], count: int, choice: int = 0, says: Says = TOY) -> list[int]:
+def continuation(
+    prompt: list[int], count: int, choice: int = 0, says: Says = TOY
+) -> list[int]:
     """What the toy model says after a prompt, with the seed 0."""
     context = ROOT.extended(prompt)
     tokens = []
@@ -140,7 +155,9 @@ class Drive:
         return tokens
 
     def _collect(self) -> None:
-        self.said += [message for _, message in self.scheduler.outputs.take_router_messages()]
+        self.said += [
+            message for _, message in self.scheduler.outputs.take_router_messages()
+        ]
         self.asked += self.scheduler.outputs.take_connector_events()
 
 
@@ -150,5 +167,7 @@ def prefill_drive(
     return Drive(PrefillScheduler, num_blocks, limits, state_blocks)
 
 
-def decode_drive(num_blocks: int = 64, limits: NodeLimits = LIMITS, state_blocks: int = 0) -> Drive:
+def decode_drive(
+    num_blocks: int = 64, limits: NodeLimits = LIMITS, state_blocks: int = 0
+) -> Drive:
     return Drive(DecodeScheduler, num_blocks, limits, state_blocks)

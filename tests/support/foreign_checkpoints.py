@@ -30,7 +30,12 @@ BASE: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": None,
 }
-GROUPED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+GROUPED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+}
 LATENT = {
     "q_lora_rank": 32,
     "kv_lora_rank": 32,
@@ -95,7 +100,11 @@ GEMMA_4: dict[str, Any] = {
         "full_attention",
     ],
 }
-MoE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MoE: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 # Two heads of values share one of keys.
 STATES = {
     "head_dim": 16,
@@ -183,7 +192,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_local_experts": 0,
         "num_hidden_layers": 4,
         "shared_intermediate_size": 96,
-        "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"],
+        "layer_types": [
+            *["linear_attention"] * 2,
+            "full_attention",
+            "linear_attention",
+        ],
         "mamba_n_heads": 8,
         "mamba_n_groups": 2,
         "mamba_d_state": 16,
@@ -199,12 +212,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "gemma3_text": {**HALF_WINDOWS, "query_pre_attn_scalar": 16},
     "phi3": {},
-    "granite": {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    "granite": {
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 2.0,
+    },
     "cohere": {},
     "smollm3": {"num_hidden_layers": 5},
     "glm4": {"head_dim": 16},
     "deepseek_v3": LATENT,
-    "deepseek_v2": {**LATENT, "topk_method": "group_limited_greedy", "norm_topk_prob": False},
+    "deepseek_v2": {
+        **LATENT,
+        "topk_method": "group_limited_greedy",
+        "norm_topk_prob": False,
+    },
     "deepseek_v32": {**LATENT, **INDEX},
     "glm_moe_dsa": {
         **LATENT,
@@ -268,7 +289,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     **{
         f"{kind}_text": {"text_config": {**BASE, **text}, **SEEING[kind]}
         for kind, text in {
-            "qwen2_5_vl": {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
+            "qwen2_5_vl": {
+                "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}
+            },
             "qwen3_vl": {
                 "head_dim": 16,
                 "rope_parameters": {
@@ -292,7 +315,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         }.items()
     },
     "mistral3": {
-        "text_config": {**BASE, "model_type": "mistral", "head_dim": 16, "sliding_window": None},
+        "text_config": {
+            **BASE,
+            "model_type": "mistral",
+            "head_dim": 16,
+            "sliding_window": None,
+        },
         **SEEING["mistral3"],
     },
     "bloom": {},
@@ -391,19 +419,32 @@ def small_config(kind: str) -> Any:
     chosen = {k: v for k, v in wanted.items() if k in fields or k in text.attribute_map}
     depth = chosen.get("num_hidden_layers", 3)
     for name, value in fields.items():
-        if isinstance(value, list) and len(value) == text.num_hidden_layers and name not in chosen:
+        if (
+            isinstance(value, list)
+            and len(value) == text.num_hidden_layers
+            and name not in chosen
+        ):
             kinds = [
-                value[value.index(one)] for one in {repr(each): each for each in value}.values()
+                value[value.index(one)]
+                for one in {repr(each): each for each in value}.values()
             ]
             chosen[name] = [*value[: depth - len(kinds)], *kinds][-depth:]
-    kept = {k: v for k, v in fields.items() if k not in ("transformers_version", "architectures")}
+    kept = {
+        k: v
+        for k, v in fields.items()
+        if k not in ("transformers_version", "architectures")
+    }
     return type(text)(**{**kept, **chosen})
 
 
 @cache
-def foreign_folder(kind: str, *, save_original_format: bool = True, **fields: Any) -> Path:
+def foreign_folder(
+    kind: str, *, save_original_format: bool = True, **fields: Any
+) -> Path:
     """The folder of a model with weights with which attention and experts matter."""
-    fields = {name: list(of) if isinstance(of, tuple) else of for name, of in fields.items()}
+    fields = {
+        name: list(of) if isinstance(of, tuple) else of for name, of in fields.items()
+    }
     of_whole = kind.removesuffix("_text") if "text_config" in FAMILIES[kind] else kind
     config = AutoConfig.for_model(of_whole, **{**BASE, **FAMILIES[kind], **fields})
     return _written(kind, config, save_original_format=save_original_format)
@@ -414,7 +455,9 @@ def changed(
 ) -> Path:
     """A copy of a folder with other fields in its config.json, or without some."""
     folder = tmp_path / "changed"
-    shutil.copytree(foreign_folder(original) if isinstance(original, str) else original, folder)
+    shutil.copytree(
+        foreign_folder(original) if isinstance(original, str) else original, folder
+    )
     file = folder / "config.json"
     config = {**json.loads(file.read_bytes()), **fields}
     file.write_text(json.dumps({k: of for k, of in config.items() if k not in absent}))
@@ -425,7 +468,9 @@ def small_folder(kind: str, most_weights: int = 60_000_000) -> Path:
     """The folder of a model of `small_config`. Raises what transformers raises."""
     config = small_config(kind)
     with torch.device("meta"):
-        size = sum(one.numel() for one in AutoModelForCausalLM.from_config(config).parameters())
+        size = sum(
+            one.numel() for one in AutoModelForCausalLM.from_config(config).parameters()
+        )
     if size > most_weights:
         raise ValueError(f"{size} weights are too many")
     return _written(kind, config)
@@ -477,7 +522,9 @@ def reference(
 ) -> Tensor:
     """The logits of transformers."""
     auto = _auto_class(AutoConfig.from_pretrained(folder))
-    model = auto.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    model = auto.from_pretrained(
+        folder, dtype=dtype, attn_implementation="eager"
+    ).eval()
     with torch.inference_mode():
         out: Tensor = model(torch.tensor([tokens or prompt(LENGTH)])).logits[0].float()
     return out

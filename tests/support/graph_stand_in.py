@@ -22,7 +22,12 @@ from baton.model.config.tensor_parts import share
 from baton.model.layers.attention import Batch
 from baton.model.layers.decoder import Decoder
 from baton.model.layers.linear import Linear
-from baton.model.layers.mlp import ExpertMlp, GroupedProduct, SoftmaxRouter, StackedExperts
+from baton.model.layers.mlp import (
+    ExpertMlp,
+    GroupedProduct,
+    SoftmaxRouter,
+    StackedExperts,
+)
 from baton.model.layers.rotary import rope_table
 from baton.model.runner.kv_cache import KVCache
 from baton.model.runner.runner import Runner
@@ -58,7 +63,9 @@ def refuse_waits(func: Any, args: Any) -> None:
     assert func.overloadpacket not in REFUSED, f"{func} in a step"
     if func.overloadpacket in (aten.index, aten.index_put_):
         indices = [leaf for leaf in tree_leaves(args[1]) if isinstance(leaf, Tensor)]
-        assert not any(index.dtype == torch.bool for index in indices), "an index by a mask"
+        assert not any(index.dtype == torch.bool for index in indices), (
+            "an index by a mask"
+        )
 
 
 class Watch(TorchDispatchMode):
@@ -76,7 +83,9 @@ class Watch(TorchDispatchMode):
         devices = {leaf.device.type for leaf in found if isinstance(leaf, torch.Tensor)}
         name = func.overloadpacket.__name__
         if devices == {"meta", "cpu"}:
-            assert name in {"copy_", "_to_copy", "to"}, f"{func} takes tensors of two devices"
+            assert name in {"copy_", "_to_copy", "to"}, (
+                f"{func} takes tensors of two devices"
+            )
             self.num_copies_to_device += 1
         elif devices == {"meta"} and name not in VIEWS:
             self.names.append(name)
@@ -117,7 +126,8 @@ class RecordingQueue:
         self._ids: deque[list[int]] = deque()
 
     def allocate(self, num_words: int) -> Tensor:
-        return torch.full((num_words,), -7)  # not zeros: what is not laid must not be read
+        # Not zeros: what is not laid must not be read.
+        return torch.full((num_words,), -7)
 
     def launch(self, work: StepWork) -> None:
         with torch.inference_mode():
@@ -166,7 +176,11 @@ class TableBackend:
         self._tables = batch.tables
 
     def attend(
-        self, layer: int, qkv: Tensor, head_norms: Tensor | None, rows: Tensor | None = None
+        self,
+        layer: int,
+        qkv: Tensor,
+        head_norms: Tensor | None,
+        rows: Tensor | None = None,
     ) -> Tensor:
         assert head_norms is None
         heads = self.num_heads
@@ -184,7 +198,9 @@ class TableBackend:
         self.pool[blocks, :, layer, 1, offsets] = v
         decoding = tables.num_decoding
         lengths = tables.context_lens
-        out = self._attended(q[:decoding], layer, tables.blocks[:decoding], lengths[:decoding])
+        out = self._attended(
+            q[:decoding], layer, tables.blocks[:decoding], lengths[:decoding]
+        )
         if decoding < len(tables.blocks):
             token = torch.arange(len(q) - decoding, device=q.device)
             ends = tables.query_starts[1:]
@@ -198,7 +214,8 @@ class TableBackend:
     def _attended(self, q: Tensor, layer: int, blocks: Tensor, seen: Tensor) -> Tensor:
         """Attend from each row to the first keys of its own table, as many as are seen."""
         found = self.pool[blocks.long(), :, layer]
-        found = found.permute(3, 0, 2, 1, 4, 5).flatten(3, 4)  # [2, rows, kv_heads, tokens, dim]
+        # [2, rows, kv_heads, tokens, dim].
+        found = found.permute(3, 0, 2, 1, 4, 5).flatten(3, 4)
         keys, values = found
         grouped = q.unflatten(1, (keys.shape[1], -1))
         scores = torch.einsum("bkgd,bknd->bkgn", grouped, keys) * self.head_dim**-0.5
@@ -217,7 +234,9 @@ class TableBackend:
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         stream = x if residual is None else x + residual
-        return stream * torch.rsqrt(stream.square().mean(-1, keepdim=True) + eps) * weight, stream
+        return stream * torch.rsqrt(
+            stream.square().mean(-1, keepdim=True) + eps
+        ) * weight, stream
 
     def add_experts(self, rows: Tensor, weights: Tensor) -> Tensor:
         return reference.add_experts(rows, weights)
@@ -247,13 +266,16 @@ def sample_on_device(
     return (logits + noise * reals[:, TEMPERATURE, None]).argmax(-1)
 
 
-def with_experts(decoder: Decoder, product: GroupedProduct, num_experts: int = 3) -> Decoder:
+def with_experts(
+    decoder: Decoder, product: GroupedProduct, num_experts: int = 3
+) -> Decoder:
     """Return the decoder whose last layer has experts as wide as its MLP, two for each token."""
     *layers, last = decoder.layers
     gate_up, down = last.mlp.linears()
     stacked = [
         StackedExperts(
-            torch.stack([one.weight.roll(part, 0) for part in range(num_experts)]), product
+            torch.stack([one.weight.roll(part, 0) for part in range(num_experts)]),
+            product,
         )
         for one in (gate_up, down)
     ]
@@ -294,10 +316,21 @@ def stand_in(
         rows = share(SHAPE.vocab_size, ranks.rank, ranks.size)
         head = Linear(decoder.head.weight[rows])
         decoder = replace(decoder, head=head, head_is_split=True, ranks=ranks)
-    sizes = (num_blocks + 1, SHAPE.num_kv_heads, SHAPE.num_layers, 2, BLOCK_SIZE, SHAPE.head_dim)
+    sizes = (
+        num_blocks + 1,
+        SHAPE.num_kv_heads,
+        SHAPE.num_layers,
+        2,
+        BLOCK_SIZE,
+        SHAPE.head_dim,
+    )
     pool = torch.zeros(sizes, dtype=torch.float64, device=queue.device)
     cache = KVCache(pool, torch.zeros(num_blocks + 1).numpy().astype("uint32"))
     backend = TableBackend(pool, SHAPE.num_heads, MAX_LEN)
-    counts = DeviceCounts(MAX_ROWS, SHAPE.vocab_size, queue.device, reference.penalize_counted)
-    sampler = Sampler(eos_token_ids, sample_on_device, masks, counts if has_counts else None)
+    counts = DeviceCounts(
+        MAX_ROWS, SHAPE.vocab_size, queue.device, reference.penalize_counted
+    )
+    sampler = Sampler(
+        eos_token_ids, sample_on_device, masks, counts if has_counts else None
+    )
     return Runner(decoder, backend, cache, sampler, queue, monotonic)

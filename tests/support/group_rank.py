@@ -38,22 +38,36 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if func.namespace == "c10d":
-            shapes = [list(leaf.shape) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+            shapes = [
+                list(leaf.shape)
+                for leaf in tree_leaves(args)
+                if isinstance(leaf, Tensor)
+            ]
             self.calls.append((func.overloadpacket.__name__, shapes[0]))
         return func(*args, **(kwargs or {}))
 
 
 def plans() -> list[StepPlan]:
     """Prompts of all sequences, then steps of fewer and fewer of them."""
-    made = [StepPlan(0, tuple(_part(number, 0, length) for number, length in enumerate(LENGTHS)))]
+    made = [
+        StepPlan(
+            0, tuple(_part(number, 0, length) for number, length in enumerate(LENGTHS))
+        )
+    ]
     for step in range(NUM_STEPS):
         going = enumerate(LENGTHS[: max(1, len(LENGTHS) - step)])
-        made.append(StepPlan(1 + step, tuple(_part(n, length + step, 1) for n, length in going)))
+        made.append(
+            StepPlan(1 + step, tuple(_part(n, length + step, 1) for n, length in going))
+        )
     return made
 
 
 def _part(number: int, start: int, length: int) -> Slice:
-    tokens = tuple(3 + (7 * number + 5 * i) % 90 for i in range(length)) if start == 0 else ()
+    tokens = (
+        tuple(3 + (7 * number + 5 * i) % 90 for i in range(length))
+        if start == 0
+        else ()
+    )
     blocks = tuple(range(number * BLOCKS_EACH, (number + 1) * BLOCKS_EACH))
     key = Key(RequestId(f"s{number}"))
     return Slice(key, start, length, tokens, blocks, (0,), GREEDY, LENGTHS[number])
@@ -86,7 +100,8 @@ def main(rank: int, size: int, memory: int) -> None:
         shown["said"], shown["num_replays"] = said(ranks)
     ranks.leave()
     print(json.dumps(shown | {"calls": collectives.calls}), flush=True)
-    os._exit(0)  # a thread of gloo that still lets go of a tensor would abort an orderly end
+    # A thread of gloo that still lets go of a tensor would abort an orderly end.
+    os._exit(0)
 
 
 if __name__ == "__main__":

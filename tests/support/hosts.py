@@ -23,7 +23,11 @@ class Hosts:
         self._prefix = prefix
 
     def start(
-        self, host: int, command: Sequence[str], output: Path, env: Mapping[str, str] | None = None
+        self,
+        host: int,
+        command: Sequence[str],
+        output: Path,
+        env: Mapping[str, str] | None = None,
     ) -> subprocess.Popen[bytes]:
         with output.open("ab") as file:
             return subprocess.Popen(
@@ -46,7 +50,9 @@ class Hosts:
         `{host}` in it stands for the address of the host.
         """
         inside = f"ip netns exec {self._prefix}${{1##*.}}"
-        path.write_text(f'#!/bin/sh\ninside="{inside}"\nshift\nexec $inside sh -c "$*"\n')
+        path.write_text(
+            f'#!/bin/sh\ninside="{inside}"\nshift\nexec $inside sh -c "$*"\n'
+        )
         path.chmod(0o755)
         return f"{path} {{host}}"
 
@@ -84,7 +90,12 @@ class Hosts:
     def enter(self, host: int) -> None:
         """Let the sockets that this thread opens from now on be those of a host."""
         with self.namespace(host).open("rb") as namespace:
-            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET) != 0:
+            if (
+                ctypes.CDLL(None, use_errno=True).setns(
+                    namespace.fileno(), CLONE_NEWNET
+                )
+                != 0
+            ):
                 raise OSError(ctypes.get_errno(), "setns")
 
     def _inside(self, host: int) -> list[str]:
@@ -116,7 +127,18 @@ def _plug_in(name: str, switch: str, host: int) -> None:
     """Connect a host to the bridge by a pair of virtual Ethernet devices."""
     port = f"port{host}"
     _ip_must(
-        "-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", switch
+        "-n",
+        name,
+        "link",
+        "add",
+        "eth0",
+        "type",
+        "veth",
+        "peer",
+        "name",
+        port,
+        "netns",
+        switch,
     )
     _ip_must("-n", switch, "link", "set", port, "master", "bridge", "up")
     _ip_must("-n", name, "address", "add", f"10.0.0.{host}/24", "dev", "eth0")
@@ -125,7 +147,9 @@ def _plug_in(name: str, switch: str, host: int) -> None:
 
 
 def _ip(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+    return subprocess.run(
+        ["ip", *arguments], capture_output=True, text=True, check=False
+    )
 
 
 def _ip_must(*arguments: str) -> None:

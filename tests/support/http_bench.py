@@ -135,10 +135,14 @@ class ScriptedEngine:
         if self.refusal is not None:
             raise self.refusal
         numbers = range(params.n)
-        detokenizers = [self._text.detokenizer(ids, params, i, parsing) for i in numbers]
+        detokenizers = [
+            self._text.detokenizer(ids, params, i, parsing) for i in numbers
+        ]
         name = request_id or "request"
         on_close = partial(self._closed, name)
-        stream = RequestStream(name, ids, params, detokenizers, on_close, received=received)
+        stream = RequestStream(
+            name, ids, params, detokenizers, on_close, received=received
+        )
         self.streams.append(stream)
         self._changed.set()
         if self.script is not None:
@@ -168,7 +172,11 @@ class ScriptedEngine:
         await self._until(lambda: len(self.closed) >= num)
 
     def say(
-        self, stream: RequestStream, text: str, end: FinishReason | None = None, choice: int = 0
+        self,
+        stream: RequestStream,
+        text: str,
+        end: FinishReason | None = None,
+        choice: int = 0,
     ) -> None:
         """The tokens of `text`, one push each; `end` comes with the last."""
         token_ids = self._text.encode_now(text)
@@ -209,7 +217,9 @@ class HttpBench:
 
     async def __aenter__(self) -> "HttpBench":
         self.url = await self.server.start()
-        self.session = aiohttp.ClientSession(self.url, headers={"Accept": "text/event-stream"})
+        self.session = aiohttp.ClientSession(
+            self.url, headers={"Accept": "text/event-stream"}
+        )
         return self
 
     async def __aexit__(self, *_error: object) -> None:
@@ -218,14 +228,21 @@ class HttpBench:
         await self.server.stop()
 
     async def post(
-        self, body: dict[str, object] | bytes, path: str = "/v1/completions", **more: str
+        self,
+        body: dict[str, object] | bytes,
+        path: str = "/v1/completions",
+        **more: str,
     ) -> "Reply":
         """POST a body with JSON's headers and `more`."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        async with self.session.post(path, data=io.BytesIO(data), headers=JSON | more) as reply:
+        async with self.session.post(
+            path, data=io.BytesIO(data), headers=JSON | more
+        ) as reply:
             return Reply(reply.status, reply.headers, await reply.text())
 
-    async def dial(self, limit: int = 2**16) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def dial(
+        self, limit: int = 2**16
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Return a bare connection, whose reader holds some `limit` bytes."""
         host, port = self.url.removeprefix("http://").split(":")
         return await asyncio.open_connection(host, int(port), limit=limit)
@@ -262,10 +279,14 @@ class Reply:
 def events_of(text: str) -> list[tuple[str, str]]:
     events = []
     for block in text.split("\n\n"):
-        lines = [line for line in block.split("\n") if line and not line.startswith(":")]
+        lines = [
+            line for line in block.split("\n") if line and not line.startswith(":")
+        ]
         if lines:
             id_line, data_line = lines
-            events.append((id_line.removeprefix("id: "), data_line.removeprefix("data: ")))
+            events.append(
+                (id_line.removeprefix("id: "), data_line.removeprefix("data: "))
+            )
     return events
 
 

@@ -42,12 +42,16 @@ _WINDOW = {
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3", {}),
     "latent": ("deepseek_v3", {"n_routed_experts": 4}),
-    "sparse": ("glm_moe_dsa", {"n_routed_experts": 4, "indexer_types": ("full", "shared")}),
+    "sparse": (
+        "glm_moe_dsa",
+        {"n_routed_experts": 4, "indexer_types": ("full", "shared")},
+    ),
     "gemma2": ("gemma2", _WINDOW),
     "gemma3_text": ("gemma3_text", _WINDOW),
     "gpt_oss": ("gpt_oss", _WINDOW),
 }
-LANGUAGES = {"tl": tl, "core": tl.core}  # which a kernel, or a function of the language, sees
+# Which a kernel, or a function of the language, sees.
+LANGUAGES = {"tl": tl, "core": tl.core}
 
 
 def dot(
@@ -93,7 +97,9 @@ class PatchesOnce:
         self._is_done.clear()
 
     def __call__(self, fn: FunctionType) -> object:
-        modules = {value for value in fn.__globals__.values() if isinstance(value, ModuleType)}
+        modules = {
+            value for value in fn.__globals__.values() if isinstance(value, ModuleType)
+        }
         key = tuple(name for name, module in LANGUAGES.items() if module in modules)
         if key in self._is_done:
             return None
@@ -122,7 +128,9 @@ def beside_the_cpu(folder: Path) -> dict[str, object]:
         pool = torch.zeros_like(cpu.cache.pool)
         NotingBackend.noted.clear()
         index = index_over(decoder, cpu.cache.index_keys)
-        backend = NotingBackend(pool, decoder.num_heads, tables, decoder.rms_norm_eps, index=index)
+        backend = NotingBackend(
+            pool, decoder.num_heads, tables, decoder.rms_norm_eps, index=index
+        )
         cache = type(cpu.cache)(pool, cpu.cache.generations.copy())
         cuda = Runner(cpu.decoder, backend, cache, cpu.sampler, HostQueue(), monotonic)
         warm_up(cuda)
@@ -148,7 +156,9 @@ def beside_the_cpu(folder: Path) -> dict[str, object]:
             index=index_over(decoder, cpu.cache.index_keys),
         )
         cache = type(cpu.cache)(ordered.pool, cpu.cache.generations.copy())
-        in_order = Runner(cpu.decoder, ordered, cache, cpu.sampler, HostQueue(), monotonic)
+        in_order = Runner(
+            cpu.decoder, ordered, cache, cpu.sampler, HostQueue(), monotonic
+        )
         for runner, how in ((cuda, ""), (in_order, ", in one order")):
             for name, batch in batches.items():
                 ours = torch.cat(logits(runner, *batch))
@@ -206,7 +216,9 @@ def main() -> None:
 
     GridExecutor.__call__ = noting
     if MODELS.keys() & sys.argv:
-        print(json.dumps({name: beside_the_cpu(model_of(name)) for name in sys.argv[1:]}))
+        print(
+            json.dumps({name: beside_the_cpu(model_of(name)) for name in sys.argv[1:]})
+        )
         return
     cases = interpreter_cases()
     for name in sys.argv[1:]:

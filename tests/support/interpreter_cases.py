@@ -42,29 +42,41 @@ def interpreter_cases() -> dict[str, Callable[[], str]]:
     # 3 splits of 256 tokens, the last one short; a group of 3 heads leaves rows of the tile unused.
     split = AttentionShape(contexts=(600, 256), queries=(1, 1), num_heads=3, kv_heads=1)
     prefill = AttentionShape(contexts=(70, 5, 33), queries=(40, 5, 1))
-    wide = AttentionShape(contexts=(150,), queries=(140,), num_heads=1, kv_heads=1, dtype=bf16)
+    wide = AttentionShape(
+        contexts=(150,), queries=(140,), num_heads=1, kv_heads=1, dtype=bf16
+    )
     # Three ordered splits, and tokens on both sides of the end of one.
     one = AttentionShape(contexts=(1060,), queries=(70,), num_heads=2, kv_heads=1)
     cut = AttentionShape(contexts=(71, 9), queries=(53, 9), num_heads=2, kv_heads=1)
     # Three splits, and tiles of four tokens on both sides of the end of one.
-    latent = AttentionShape((1060, 5), (45, 5), num_heads=4, kv_heads=1, head_dim=40, planes=1)
+    latent = AttentionShape(
+        (1060, 5), (45, 5), num_heads=4, kv_heads=1, head_dim=40, planes=1
+    )
     rope = AttentionShape(contexts=(), queries=(13,), num_heads=6)
     caps: dict[str, object] = {"softcap": 1.5, "has_sinks": True, "window": 530}
     return {
         "decode fp32": lambda: check_decode(decode, "cpu"),
         "decode fp32 splits": lambda: check_decode(split, "cpu"),
-        "decode bf16": lambda: check_decode(_with(decode, dtype=bf16, block_size=32), "cpu"),
+        "decode bf16": lambda: check_decode(
+            _with(decode, dtype=bf16, block_size=32), "cpu"
+        ),
         "decode heads of 80": lambda: check_decode(_with(decode, head_dim=80), "cpu"),
-        "decode group of 20": lambda: check_decode(_with(decode, num_heads=20, kv_heads=1), "cpu"),
+        "decode group of 20": lambda: check_decode(
+            _with(decode, num_heads=20, kv_heads=1), "cpu"
+        ),
         "decode window": lambda: check_decode(_with(split, window=70), "cpu"),
         "decode ordered": lambda: check_decode(split, "cpu", ordered=True),
-        "decode alone": lambda: check_decode_alone(_with(decode, contexts=(600, 3, 0, 17)), "cpu"),
+        "decode alone": lambda: check_decode_alone(
+            _with(decode, contexts=(600, 3, 0, 17)), "cpu"
+        ),
         "prefill fp32": lambda: check_prefill(prefill, "cpu"),
         "prefill bf16 tiles": lambda: check_prefill(wide, "cpu"),
         "prefill bf16 short ahead": lambda: check_prefill(
             _with(prefill, dtype=bf16, head_dim=112), "cpu"
         ),
-        "prefill empty chunk": lambda: check_prefill(_with(prefill, queries=(40, 0, 1)), "cpu"),
+        "prefill empty chunk": lambda: check_prefill(
+            _with(prefill, queries=(40, 0, 1)), "cpu"
+        ),
         "prefill window": lambda: check_prefill(_with(cut, window=37), "cpu"),
         "prefill chunks bf16": lambda: check_prefill_chunks(
             _with(cut, dtype=bf16, head_dim=80), "cpu"
@@ -72,12 +84,16 @@ def interpreter_cases() -> dict[str, Callable[[], str]]:
         "prefill chunks far window bf16": lambda: check_prefill_chunks(
             _with(wide, contexts=(330,), window=200, head_dim=128), "cpu"
         ),
-        "prefill chunks window": lambda: check_prefill_chunks(_with(cut, window=20), "cpu"),
+        "prefill chunks window": lambda: check_prefill_chunks(
+            _with(cut, window=20), "cpu"
+        ),
         "ordered": lambda: check_decode_as_prefill(one, "cpu", 9),
         "ordered chunks": lambda: check_prefill_chunks(
             _with(one, queries=(45,)), "cpu", ordered=True
         ),
-        "ordered window": lambda: check_decode_as_prefill(_with(one, window=530), "cpu", 9),
+        "ordered window": lambda: check_decode_as_prefill(
+            _with(one, window=530), "cpu", 9
+        ),
         "ordered bf16": lambda: check_decode_as_prefill(
             _with(one, dtype=bf16, head_dim=80, queries=(45,)), "cpu", 9
         ),
@@ -85,7 +101,9 @@ def interpreter_cases() -> dict[str, Callable[[], str]]:
         "decode caps and sinks": lambda: check_decode(
             _with(split, contexts=(600, 0), **caps), "cpu"
         ),
-        "decode few keys, caps and sinks": lambda: check_decode(_with(decode, **caps), "cpu"),
+        "decode few keys, caps and sinks": lambda: check_decode(
+            _with(decode, **caps), "cpu"
+        ),
         "prefill caps and sinks": lambda: check_prefill(_with(cut, **caps), "cpu"),
         "prefill ahead, caps and sinks": lambda: check_prefill(
             _with(prefill, dtype=bf16, head_dim=112, **caps), "cpu"
@@ -94,7 +112,9 @@ def interpreter_cases() -> dict[str, Callable[[], str]]:
             _with(one, dtype=bf16, head_dim=256, queries=(20,)), "cpu"
         ),
         "fp8 pool": lambda: check_fp8_pool(_with(cut, block_size=32), "cpu"),
-        "fp8 pool, ahead": lambda: check_fp8_pool(_with(prefill, dtype=bf16, head_dim=112), "cpu"),
+        "fp8 pool, ahead": lambda: check_fp8_pool(
+            _with(prefill, dtype=bf16, head_dim=112), "cpu"
+        ),
         "fp8 pool, ordered": lambda: check_fp8_pool(
             _with(one, dtype=bf16, head_dim=80, queries=(9,)), "cpu", ordered=True
         ),
@@ -118,7 +138,11 @@ def interpreter_cases() -> dict[str, Callable[[], str]]:
             2,
         ),
         "sparse fp32": lambda: check_sparse(
-            _with(latent, contexts=(1060, 23), queries=(3, 7)), "cpu", 8, IndexShape(6, 24, 20), 2
+            _with(latent, contexts=(1060, 23), queries=(3, 7)),
+            "cpu",
+            8,
+            IndexShape(6, 24, 20),
+            2,
         ),
         "sparse bf16": lambda: check_sparse(
             _with(
@@ -140,7 +164,9 @@ def interpreter_cases() -> dict[str, Callable[[], str]]:
             _with(rope, dtype=bf16, head_dim=48, num_heads=5), "cpu", 16
         ),
         "rope fp32 norm": lambda: check_rope_store(rope, "cpu", qk_norm=True),
-        "rope bf16 norm": lambda: check_rope_store(_with(rope, dtype=bf16), "cpu", qk_norm=True),
+        "rope bf16 norm": lambda: check_rope_store(
+            _with(rope, dtype=bf16), "cpu", qk_norm=True
+        ),
         "rope heads of 80": lambda: check_rope_store(
             _with(rope, head_dim=80, kv_heads=3), "cpu", qk_norm=True
         ),
@@ -148,7 +174,9 @@ def interpreter_cases() -> dict[str, Callable[[], str]]:
         "norm first": lambda: check_add_rms_norm(64, fp32, "cpu", residual=False),
         "silu bf16": lambda: check_gate_mul(96, bf16, "cpu"),
         "gelu fp32": lambda: check_gate_mul(96, fp32, "cpu", GELU_TANH),
-        "clamped gate": lambda: check_gate_mul(96, fp32, "cpu", Gate(1.702, 0.0, 7.0, 1.0)),
+        "clamped gate": lambda: check_gate_mul(
+            96, fp32, "cpu", Gate(1.702, 0.0, 7.0, 1.0)
+        ),
         "sampling every filter": lambda: check_sampling(301, 2.0, fp32, "cpu", 2),
         "sampling equals": lambda: check_sampling(16, 0.0, bf16, "cpu", 8),
         "sampling peaked": lambda: check_sampling(4100, 9.0, bf16, "cpu", 8),
@@ -158,14 +186,22 @@ def interpreter_cases() -> dict[str, Callable[[], str]]:
         "penalties bf16": lambda: check_penalties(1500, bf16, "cpu"),
         "product fp32": lambda: check_fixed_product(70, 72, 65, fp32, "cpu"),
         "product in parts": lambda: check_fixed_product(300, 1580, 100, fp32, "cpu", 4),
-        "product in parts bf16": lambda: check_fixed_product(130, 1580, 100, bf16, "cpu", 3),
+        "product in parts bf16": lambda: check_fixed_product(
+            130, 1580, 100, bf16, "cpu", 3
+        ),
         "product bf16": lambda: check_fixed_product(67, 130, 129, bf16, "cpu"),
         "four bits": lambda: check_narrow_product(67, 1160, 129, 128, "cpu"),
-        "four bits in short groups": lambda: check_narrow_product(70, 72, 65, 32, "cpu"),
+        "four bits in short groups": lambda: check_narrow_product(
+            70, 72, 65, 32, "cpu"
+        ),
         "four bits by channel": lambda: check_narrow_product(9, 88, 20, 88, "cpu"),
         "fp8": lambda: check_narrow_product(67, 1160, 129, 128, "cpu", is_fp8=True),
-        "experts fp32": lambda: check_grouped_product((3, 0, 70, 1, 0), 72, 65, fp32, "cpu"),
-        "experts bf16": lambda: check_grouped_product((0, 129, 2), 130, 129, bf16, "cpu"),
+        "experts fp32": lambda: check_grouped_product(
+            (3, 0, 70, 1, 0), 72, 65, fp32, "cpu"
+        ),
+        "experts bf16": lambda: check_grouped_product(
+            (0, 129, 2), 130, 129, bf16, "cpu"
+        ),
         "adapters": lambda: check_grouped_product((5, 0, 9), 16, 144, bf16, "cpu"),
         "sum of experts": lambda: check_add_experts(3, 4, 1100, bf16, "cpu"),
         "proof of a pool": lambda: check_proof(24, "cpu"),

@@ -82,7 +82,9 @@ class Variants:
         return True
 
 
-def runner(queue: RecordingQueue, *, is_ordered: bool, is_latent: bool, is_sparse: bool) -> Runner:
+def runner(
+    queue: RecordingQueue, *, is_ordered: bool, is_latent: bool, is_sparse: bool
+) -> Runner:
     dtype = torch.bfloat16
     device = queue.device
     stored = (SHAPE.num_kv_heads, SHAPE.num_layers, 2, BLOCK_SIZE, SHAPE.head_dim)
@@ -93,7 +95,9 @@ def runner(queue: RecordingQueue, *, is_ordered: bool, is_latent: bool, is_spars
     rotated = LATENT.qk_rope_head_dim if is_latent else SHAPE.head_dim
     table = rope_table(Rope(1e6), rotated, MAX_LEN)
     keys = torch.empty(
-        (NUM_BLOCKS, 1, SHAPE.num_layers, 1, BLOCK_SIZE, INDEX_DIM), dtype=dtype, device=device
+        (NUM_BLOCKS, 1, SHAPE.num_layers, 1, BLOCK_SIZE, INDEX_DIM),
+        dtype=dtype,
+        device=device,
     )
     index = IndexPool(keys, INDEX_HEADS, NUM_CHOSEN) if is_sparse else None
     backend = CudaBackend(
@@ -128,7 +132,9 @@ def with_ordered_products(decoder: Decoder) -> Decoder:
     return replace(decoder, layers=layers, head=ordered(decoder.head))
 
 
-def with_latent_attention(decoder: Decoder, device: torch.device, *, is_sparse: bool) -> Decoder:
+def with_latent_attention(
+    decoder: Decoder, device: torch.device, *, is_sparse: bool
+) -> Decoder:
     def empty(*sizes: int) -> torch.Tensor:
         return torch.empty(sizes, dtype=torch.bfloat16, device=device)
 
@@ -152,7 +158,9 @@ def with_latent_attention(decoder: Decoder, device: torch.device, *, is_sparse: 
     layers = tuple(
         replace(
             layer,
-            latent=replace(latent, index=replace(index, number=number) if is_sparse else None),
+            latent=replace(
+                latent, index=replace(index, number=number) if is_sparse else None
+            ),
             **kinds,  # type: ignore[arg-type]
         )
         for number, layer in enumerate(decoder.layers)
@@ -163,7 +171,9 @@ def with_latent_attention(decoder: Decoder, device: torch.device, *, is_sparse: 
 def batch(luck: random.Random, step: int) -> StepPlan:
     """Return a step of sequences that decode, prompts at any place, or both."""
     num_decoding = luck.choice((0, 1, 1, 2, 5, 16, 33, MAX_SEQS))
-    lengths = [1] * num_decoding + [luck.randint(2, 90) for _ in range(luck.randint(0, 3))]
+    lengths = [1] * num_decoding + [
+        luck.randint(2, 90) for _ in range(luck.randint(0, 3))
+    ]
     slices = []
     for number, length in enumerate(lengths or [1]):
         start = luck.randint(0, MAX_LEN - length - 1)
@@ -207,7 +217,9 @@ def steps_of(
     variants = Variants()
     triton.knobs.runtime.jit_cache_hook = variants.note
     queue = RecordingQueue("meta")
-    rank = runner(queue, is_ordered=is_ordered, is_latent=is_latent, is_sparse=is_sparse)
+    rank = runner(
+        queue, is_ordered=is_ordered, is_latent=is_latent, is_sparse=is_sparse
+    )
     prepare(rank, buckets_up_to(MAX_SEQS, 512) if with_graphs else (), lambda *_: None)
     after_warm_up = set(variants.found)
     luck = random.Random(0)

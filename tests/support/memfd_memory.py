@@ -100,7 +100,9 @@ class MemfdPool:
 
         return has_ended
 
-    def _copy(self, remote: NDArray[np.int64], local: NDArray[np.int64], num_bytes: int) -> None:
+    def _copy(
+        self, remote: NDArray[np.int64], local: NDArray[np.int64], num_bytes: int
+    ) -> None:
         part = BlockSlice(0, 0, num_bytes)
         target = slice_view(self._own.buffer, self._own.shape, part)
         copy_blocks(target, local, slice_view(self._file, self._shape, part), remote)
@@ -113,5 +115,7 @@ class MemfdPool:
 def device_pool(pool: HostPool, *, num_spare: int = 0, **memory: object) -> DevicePool:
     """Return `pool`, less `num_spare` blocks, as a GPU's; `memory` is for `MemfdMemory`."""
     num_blocks = pool.shape.num_blocks - num_spare
-    where = PoolMemory(pool.address, num_blocks, pool.shape.block_bytes, "cuda:0", num_spare)
+    where = PoolMemory(
+        pool.address, num_blocks, pool.shape.block_bytes, "cuda:0", num_spare
+    )
     return DevicePool(where, HostPool(num_blocks, 0), MemfdMemory(pool, **memory))  # type: ignore[arg-type]

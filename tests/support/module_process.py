@@ -9,10 +9,15 @@ from tests.support.sources import REPOSITORY
 
 
 def said_by(
-    module: str, *words: str, env: Mapping[str, str] | None = None, timeout_s: float = 280.0
+    module: str,
+    *words: str,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 280.0,
 ) -> list[str]:
     """Return the lines that `module` printed. Only `env` may set how Triton works."""
-    inherited = {name: value for name, value in os.environ.items() if name[:7] != "TRITON_"}
+    inherited = {
+        name: value for name, value in os.environ.items() if name[:7] != "TRITON_"
+    }
     done = subprocess.run(
         [sys.executable, "-m", module, *words],
         cwd=REPOSITORY,

@@ -32,18 +32,26 @@ from baton.runtime.host import threads_per_rank
 START_TIMEOUT_S = 60.0
 
 T = TypeVar("T")
-SCHEDULERS: dict[Role, MakeScheduler] = {"prefill": PrefillScheduler, "decode": DecodeScheduler}
+SCHEDULERS: dict[Role, MakeScheduler] = {
+    "prefill": PrefillScheduler,
+    "decode": DecodeScheduler,
+}
 
 
 class NodeThread:
     """One engine node on a thread; `error` is what ended it."""
 
     def __init__(
-        self, config: ClusterConfig, role: Role, make_executor: MakeExecutor = make_executor
+        self,
+        config: ClusterConfig,
+        role: Role,
+        make_executor: MakeExecutor = make_executor,
     ) -> None:
         self.node = EngineNode(config, role, SCHEDULERS[role], make_executor)
         self.error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name=config.node.id, daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name=config.node.id, daemon=True
+        )
         self._thread.start()
 
     def _run(self) -> None:
@@ -124,11 +132,17 @@ class NodeThreads:
         )
         cache = msgspec.structs.replace(
             self.config.cache,
-            enable_prefix_caching=self._prefix.get(role, self.config.cache.enable_prefix_caching),
+            enable_prefix_caching=self._prefix.get(
+                role, self.config.cache.enable_prefix_caching
+            ),
         )
         degree = self._ranks.get(role, self.config.engine.tensor_parallel_size)
-        engine = msgspec.structs.replace(self.config.engine, tensor_parallel_size=degree)
-        config = msgspec.structs.replace(self.config, node=node, cache=cache, engine=engine)
+        engine = msgspec.structs.replace(
+            self.config.engine, tensor_parallel_size=degree
+        )
+        config = msgspec.structs.replace(
+            self.config, node=node, cache=cache, engine=engine
+        )
         return NodeThread(config, role)
 
     def records(self, name: str) -> list[Record]:
@@ -137,12 +151,16 @@ class NodeThreads:
 
     def prompt_tokens_computed(self, name: str) -> int:
         """Prompt tokens that went through that node's model."""
-        steps = [record for record in self.records(name) if isinstance(record, StepRecord)]
+        steps = [
+            record for record in self.records(name) if isinstance(record, StepRecord)
+        ]
         return sum(step.num_prompt_tokens for step in steps)
 
     def num_bytes_read(self, name: str) -> int:
         """Bytes that node read from others."""
-        reads = [record for record in self.records(name) if isinstance(record, ReadRecord)]
+        reads = [
+            record for record in self.records(name) if isinstance(record, ReadRecord)
+        ]
         assert all(read.failure is None for read in reads)
         return sum(read.num_bytes for read in reads)
 
@@ -152,7 +170,9 @@ def block_bytes(model: Path, block_size: int) -> int:
     shape = json.loads((model / "config.json").read_text())
     heads = shape["num_key_value_heads"]
     layers = shape.get("num_hidden_layers") or len(shape["layers_block_type"])
-    head_dim = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+    head_dim = (
+        shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+    )
     dtype = shape.get("dtype") or shape.get("torch_dtype")
     item_bytes = {"float32": 4, "bfloat16": 2}[dtype]
     return int(layers * 2 * block_size * heads * head_dim * item_bytes)

@@ -29,7 +29,9 @@ class Oracle:
     """transformers' own model of `folder`, in fp32, one prompt at a time."""
 
     def __init__(self, folder: Path) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32
+        ).eval()
 
     def greedy(self, prompt: list[int], num_tokens: int) -> Expected:
         with torch.inference_mode():
@@ -52,9 +54,13 @@ class Oracle:
 def count_ties(expected: Expected, got: list[int]) -> int:
     """0 when equal, 1 when they part at a tie of the reference; anything else fails."""
     assert len(got) == len(expected.token_ids)
-    for position, (ours, theirs) in enumerate(zip(got, expected.token_ids, strict=True)):
+    for position, (ours, theirs) in enumerate(
+        zip(got, expected.token_ids, strict=True)
+    ):
         if ours != theirs:
             gap = expected.gaps[position]
-            assert gap < TIE, f"token {position} is {ours}, not {theirs}; top-2 gap {gap:.4g}"
+            assert gap < TIE, (
+                f"token {position} is {ours}, not {theirs}; top-2 gap {gap:.4g}"
+            )
             return 1
     return 0

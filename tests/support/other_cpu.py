@@ -21,7 +21,9 @@ OLDER = {"avx2": ("haswell", _HASWELL), "avx512": ("skylake-avx512", _SKYLAKE)}
 
 def _become(name: str, features: str) -> None:
     known = set(features.split())
-    shown = llvm.FeatureMap({each: each in known for each in llvm.get_host_cpu_features()})
+    shown = llvm.FeatureMap(
+        {each: each in known for each in llvm.get_host_cpu_features()}
+    )
     llvm.get_host_cpu_features = lambda: shown
     llvm.get_host_cpu_name = lambda: name
 

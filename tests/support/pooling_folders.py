@@ -13,7 +13,11 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+)
 
 from baton.protocol.pooling import Pooling
 from tests.support.checkpoints import Shape, scratch_folder, write_checkpoint
@@ -45,7 +49,9 @@ def embedding_folder(
     return folder
 
 
-def add_modules(folder: Path, pooling: Pooling = "last", *, normalizes: bool = True) -> None:
+def add_modules(
+    folder: Path, pooling: Pooling = "last", *, normalizes: bool = True
+) -> None:
     prefix = "sentence_transformers.models"
     modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
     modules += [("2_Normalize", "Normalize")] if normalizes else []
@@ -58,7 +64,10 @@ def add_modules(folder: Path, pooling: Pooling = "last", *, normalizes: bool = T
     )
     (folder / "1_Pooling").mkdir()
     hidden = json.loads((folder / "config.json").read_text())["hidden_size"]
-    flags = {f"pooling_mode_{name}": False for name in ("cls_token", "mean_tokens", "lasttoken")}
+    flags = {
+        f"pooling_mode_{name}": False
+        for name in ("cls_token", "mean_tokens", "lasttoken")
+    }
     chosen = {"last": "lasttoken", "mean": "mean_tokens", "cls": "cls_token"}[pooling]
     flags[f"pooling_mode_{chosen}"] = True
     pooled = {"word_embedding_dimension": hidden, "include_prompt": True, **flags}
@@ -67,7 +76,9 @@ def add_modules(folder: Path, pooling: Pooling = "last", *, normalizes: bool = T
     write(folder / "config_sentence_transformers.json", prompts)
 
 
-def labels_folder(family: str = "qwen3", num_labels: int = 1, **shape: Unpack[Shape]) -> Path:
+def labels_folder(
+    family: str = "qwen3", num_labels: int = 1, **shape: Unpack[Shape]
+) -> Path:
     """A folder of a model with a classifier."""
     folder = write_checkpoint(scratch_folder(f"labels-{family}"), family, **shape)
     tensors = load_file(folder / "model.safetensors")
@@ -76,7 +87,11 @@ def labels_folder(family: str = "qwen3", num_labels: int = 1, **shape: Unpack[Sh
     hidden = config["hidden_size"]
     generator = torch.Generator().manual_seed(7)
     score = torch.randn(num_labels, hidden, generator=generator) / math.sqrt(hidden)
-    save_file(tensors | {"score.weight": score}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        tensors | {"score.weight": score},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
     stem = config["architectures"][0].removesuffix("ForCausalLM")
     config["architectures"] = [f"{stem}ForSequenceClassification"]
     config["id2label"] = {str(index): f"label {index}" for index in range(num_labels)}
@@ -98,7 +113,10 @@ def reranker_folder(family: str = "qwen3", **shape: Unpack[Shape]) -> Path:
         ],
     )
     (folder / "1_LogitScore").mkdir()
-    write(folder / "1_LogitScore" / "config.json", {"true_token_id": 700, "false_token_id": 401})
+    write(
+        folder / "1_LogitScore" / "config.json",
+        {"true_token_id": 700, "false_token_id": 401},
+    )
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     write(folder / "tokenizer_config.json", settings | {"chat_template": PAIR_TEMPLATE})
     return folder
@@ -125,7 +143,9 @@ def embedding_of(
     """What sentence-transformers returns for a text of these tokens."""
     with torch.inference_mode():
         rows = _base(folder)(input_ids=torch.tensor([token_ids])).last_hidden_state[0]
-    row = {"last": rows[-1], "mean": rows.mean(dim=0), "cls": rows[0]}[pooling][:dimensions]
+    row = {"last": rows[-1], "mean": rows.mean(dim=0), "cls": rows[0]}[pooling][
+        :dimensions
+    ]
     return F.normalize(row, dim=0) if normalizes else row
 
 
@@ -145,7 +165,9 @@ def _causal(folder: Path) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def score_of(folder: Path, token_ids: list[int], yes: int = 700, no: int = 401) -> float:
+def score_of(
+    folder: Path, token_ids: list[int], yes: int = 700, no: int = 401
+) -> float:
     """The probability that a model says yes."""
     with torch.inference_mode():
         logits = _causal(folder)(input_ids=torch.tensor([token_ids])).logits[0, -1]

@@ -29,7 +29,13 @@ def compressed(kind: str, strategy: str, **weights: object) -> dict[str, object]
         "group_size": None,
         "actorder": None,
     }
-    inputs = {"num_bits": 8, "type": kind, "strategy": "token", "dynamic": True, "symmetric": True}
+    inputs = {
+        "num_bits": 8,
+        "type": kind,
+        "strategy": "token",
+        "dynamic": True,
+        "symmetric": True,
+    }
     group = {
         "targets": ["Linear"],
         "weights": numbers | weights,
@@ -56,7 +62,9 @@ CONFIGS: dict[str, dict[str, object]] = {
     "fp8 by block": FINE_GRAINED,
     "fp8 by channel": compressed("float", "channel"),
     "fp8 by tensor": compressed("float", "tensor"),
-    "fp8 by block of compressed-tensors": compressed("float", "block", block_structure=list(BLOCK)),
+    "fp8 by block of compressed-tensors": compressed(
+        "float", "block", block_structure=list(BLOCK)
+    ),
     "int8 by channel": compressed("int", "channel"),
     "fp8 by channel of fbgemm": {
         "quant_method": "fbgemm_fp8",
@@ -67,7 +75,8 @@ CONFIGS: dict[str, dict[str, object]] = {
         "quant_method": "modelopt",
         "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN",
     },
-    "mxfp8": compressed("float", "group", group_size=32) | {"format": "mxfp8-quantized"},
+    "mxfp8": compressed("float", "group", group_size=32)
+    | {"format": "mxfp8-quantized"},
 }
 
 
@@ -152,12 +161,19 @@ FORMATS: dict[str, dict[str, object]] = {
     "awq": AWQ,
     "awq, one group": AWQ | {"group_size": -1},
     "gptq": GPTQ,
-    "gptq v2 in eight bits": GPTQ | {"bits": 8, "checkpoint_format": "gptq_v2", "desc_act": False},
+    "gptq v2 in eight bits": GPTQ
+    | {"bits": 8, "checkpoint_format": "gptq_v2", "desc_act": False},
     "packed": _packed("group", num_bits=4, group_size=32),
     "packed with zeros": _packed("group", num_bits=4, group_size=64, symmetric=False),
     "packed by channel": _packed("channel", num_bits=8),
-    "packed in another order": _packed("group", num_bits=4, group_size=32, actorder="group"),
-    "nvfp4 of modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
+    "packed in another order": _packed(
+        "group", num_bits=4, group_size=32, actorder="group"
+    ),
+    "nvfp4 of modelopt": {
+        "quant_method": "modelopt",
+        "quant_algo": "NVFP4",
+        "group_size": 16,
+    },
     "nvfp4": _fp4("nvfp4-pack-quantized", 16),
     "mxfp4": _fp4("mxfp4-pack-quantized", 32),
     "mixed": MIXED,
@@ -181,7 +197,9 @@ def quantized(model: Path, name: str) -> tuple[Path, Path]:
         if key.endswith(("_proj.weight", "_proj_with_mqa.weight")):
             del weights[key]
             parts, plain[key] = _parts(tensor, name, key)
-            weights |= {key.removesuffix("weight") + part: of for part, of in parts.items()}
+            weights |= {
+                key.removesuffix("weight") + part: of for part, of in parts.items()
+            }
     folders = [scratch_folder("quantized"), scratch_folder("plain")]
     for folder, tensors in zip(folders, (weights, plain), strict=True):
         shutil.copytree(model, folder, dirs_exist_ok=True)
@@ -212,7 +230,9 @@ def _eight_bits(weight: Tensor, name: str) -> tuple[dict[str, Tensor], Tensor]:
     block = (1, 32) if name == "mxfp8" else BLOCK
     if "block" in name or name == "mxfp8":
         whole = torch.empty_like(weight)
-        for rows, values in zip(weight.split(block[0]), whole.split(block[0]), strict=True):
+        for rows, values in zip(
+            weight.split(block[0]), whole.split(block[0]), strict=True
+        ):
             parts = rows.split(block[1], dim=1), values.split(block[1], dim=1)
             for part, value in zip(*parts, strict=True):
                 value.fill_(part.abs().max() / largest)
@@ -224,7 +244,9 @@ def _eight_bits(weight: Tensor, name: str) -> tuple[dict[str, Tensor], Tensor]:
     else:
         scales = whole = (weight.abs().max() / largest).view(1)
     divided = weight / whole
-    numbers = divided.round().to(torch.int8) if name.startswith("int8") else divided.to(FP8)
+    numbers = (
+        divided.round().to(torch.int8) if name.startswith("int8") else divided.to(FP8)
+    )
     if name == "mxfp8":
         scales = (scales.log2() + 127).to(torch.uint8)
     suffix = "weight_scale_inv" if CONFIGS[name] is FINE_GRAINED else "weight_scale"
@@ -292,12 +314,17 @@ def _pack_fp4(weight: Tensor, name: str) -> tuple[dict[str, Tensor], Tensor]:
     generator = torch.Generator().manual_seed(outputs + inputs)
     codes = torch.randint(16, (outputs, inputs), generator=generator, dtype=torch.uint8)
     magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-    numbers = torch.tensor([*magnitudes, *(-number for number in magnitudes)])[codes.int()]
+    numbers = torch.tensor([*magnitudes, *(-number for number in magnitudes)])[
+        codes.int()
+    ]
     packed = codes[:, ::2] | codes[:, 1::2] << 4
     exponents = torch.randint(-9, -5, (outputs, inputs // size), generator=generator)
     if name == "mxfp4":
         scales = torch.exp2(exponents.float())
-        parts = {"weight_packed": packed, "weight_scale": (exponents + 127).to(torch.uint8)}
+        parts = {
+            "weight_packed": packed,
+            "weight_scale": (exponents + 127).to(torch.uint8),
+        }
     else:
         fractions = torch.rand(exponents.shape, generator=generator) + 0.5
         in_fp8 = (fractions * torch.exp2(exponents.float() + 9)).to(FP8)
@@ -305,7 +332,11 @@ def _pack_fp4(weight: Tensor, name: str) -> tuple[dict[str, Tensor], Tensor]:
         scales = in_fp8.float() / 512
         if name == "nvfp4":
             whole = torch.tensor([512.0])
-            parts = {"weight_packed": packed, "weight_scale": in_fp8, "weight_global_scale": whole}
+            parts = {
+                "weight_packed": packed,
+                "weight_scale": in_fp8,
+                "weight_global_scale": whole,
+            }
         else:
             whole = torch.tensor(1 / 512)
             parts = {"weight": packed, "weight_scale": in_fp8, "weight_scale_2": whole}
@@ -319,7 +350,11 @@ def _pack_bnb(weight: Tensor, name: str) -> tuple[dict[str, Tensor], Tensor]:
     if name == "bnb int8":
         largest = weight.abs().amax(dim=1)
         numbers = (weight / largest[:, None] * 127).round().to(torch.int8)
-        parts = {"weight": numbers, "SCB": largest, "weight_format": torch.tensor(0).byte()}
+        parts = {
+            "weight": numbers,
+            "SCB": largest,
+            "weight_format": torch.tensor(0).byte(),
+        }
         return parts, numbers.float() * (largest / 127)[:, None]
     kind = name.split()[1]
     num_blocks = outputs * inputs // 64
@@ -342,10 +377,17 @@ def _pack_bnb(weight: Tensor, name: str) -> tuple[dict[str, Tensor], Tensor]:
         nested = torch.rand(-(-num_blocks // 256), generator=generator) * 0.01 + 0.001
         blocks = torch.arange(num_blocks) // 256
         scales = books[stored.int()] * nested[blocks] + 0.02
-        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.02}
+        state |= {
+            "nested_blocksize": 256,
+            "nested_dtype": "float32",
+            "nested_offset": 0.02,
+        }
         parts |= {"weight.nested_absmax": nested, "weight.nested_quant_map": books}
     described = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
-    parts |= {"weight.absmax": stored, f"weight.quant_state.bitsandbytes__{kind}": described}
+    parts |= {
+        "weight.absmax": stored,
+        f"weight.quant_state.bitsandbytes__{kind}": described,
+    }
     values = book[codes] * scales.repeat_interleave(64)
     return parts, values.view(outputs, inputs)
 

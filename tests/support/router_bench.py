@@ -29,7 +29,10 @@ class RouterBench:
     """`run` starts the router, uses it and ends everything."""
 
     def __init__(
-        self, folder: Path, router: RouterConfig = REMOTE, tokenizer: Family = "byte_level"
+        self,
+        folder: Path,
+        router: RouterConfig = REMOTE,
+        tokenizer: Family = "byte_level",
     ) -> None:
         self.clock = VirtualClock()
         config = ClusterConfig(
@@ -84,7 +87,10 @@ class RouterBench:
     async def settled(self) -> None:
         """No request is left, and no node carries a charge."""
         await self.until(lambda: not self.core.num_active)
-        assert all(node.num_attempts == node.num_tokens == 0 for node in self.core.health().nodes)
+        assert all(
+            node.num_attempts == node.num_tokens == 0
+            for node in self.core.health().nodes
+        )
 
 
 async def collected(stream: RequestStream) -> RequestOutput:

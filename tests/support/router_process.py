@@ -38,7 +38,9 @@ sys.exit(code)
 class Router:
     """A router's process and the lines that it has printed."""
 
-    def __init__(self, config: ClusterConfig, files: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self, config: ClusterConfig, files: tuple[int, int] | None = None
+    ) -> None:
         """`files` are the soft and the hard limit of open files."""
         self.process = subprocess.Popen(
             [
@@ -91,7 +93,9 @@ async def with_toy_nodes(
     """What `use`, in a thread, returns while two toy nodes have dialled in."""
     nodes = [
         ToyNode(config.control, node_info("p0", "prefill", num_blocks=NUM_BLOCKS)),
-        ToyNode(config.control, node_info("d0", "decode", num_blocks=NUM_BLOCKS), max_steps),
+        ToyNode(
+            config.control, node_info("d0", "decode", num_blocks=NUM_BLOCKS), max_steps
+        ),
     ]
     for node in nodes:
         node.join()

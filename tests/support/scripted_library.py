@@ -40,7 +40,8 @@ class ScriptedLibrary:
         threads = torch.get_num_threads()
         self.asked.append(num_rows)
         orders = [
-            self._order_of(RowPosition(num_rows, place, threads)) for place in range(num_rows)
+            self._order_of(RowPosition(num_rows, place, threads))
+            for place in range(num_rows)
         ]
         y = x.new_empty(num_rows, OUTPUTS)
         for number in set(orders):
@@ -53,7 +54,9 @@ class ScriptedLibrary:
         return self._summed(x[None], order)[0]
 
     def _summed(self, x: Tensor, order: int) -> Tensor:
-        columns = torch.randperm(INPUTS, generator=torch.Generator().manual_seed(order)).tolist()
+        columns = torch.randperm(
+            INPUTS, generator=torch.Generator().manual_seed(order)
+        ).tolist()
         total = x.new_zeros(len(x), OUTPUTS)
         for column in columns:
             total += x[:, column, None] * self.weight[:, column]

@@ -128,7 +128,9 @@ class ScriptedNode:
 
     def heartbeat(self, step_age_s: float = 0.0, num_running: int = 0) -> None:
         load = Load(num_running=num_running, free_blocks=self.info.num_blocks)
-        self._heartbeats.send(Heartbeat(self.info.node_id, self.info.epoch, load, step_age_s))
+        self._heartbeats.send(
+            Heartbeat(self.info.node_id, self.info.epoch, load, step_age_s)
+        )
 
     async def hear(self, kind: type[M]) -> M:
         """The oldest message of that type that was not asked for before."""
@@ -156,7 +158,11 @@ class ScriptedNode:
 
     def _dial(self, endpoint: str, identity: str) -> Dialer[ToRouter, ToNode]:
         return Dialer(
-            endpoint, identity.encode(), to_router_codec(), to_node_codec(), self._context
+            endpoint,
+            identity.encode(),
+            to_router_codec(),
+            to_node_codec(),
+            self._context,
         )
 
     def _read(self) -> None:
@@ -175,7 +181,11 @@ class ToyNode(ScriptedNode):
     """
 
     def __init__(
-        self, endpoint: str, info: NodeInfo, max_steps: int | None = None, pace_s: float = 0.0
+        self,
+        endpoint: str,
+        info: NodeInfo,
+        max_steps: int | None = None,
+        pace_s: float = 0.0,
     ) -> None:
         super().__init__(endpoint, info)
         self.max_steps = max_steps
@@ -190,7 +200,9 @@ class ToyNode(ScriptedNode):
             case Prefill():
                 self.orders.append(message)
                 firsts = tuple(
-                    FirstToken(toy_token(message.token_ids, choice), _finish(message, 1))
+                    FirstToken(
+                        toy_token(message.token_ids, choice), _finish(message, 1)
+                    )
                     for choice in _choices(message)
                 )
                 self.say(FirstTokens(message.key, len(message.token_ids), firsts))

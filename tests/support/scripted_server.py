@@ -22,7 +22,10 @@ def event(body: object) -> bytes:
 
 
 def token(
-    text: str = " a", token_ids: Sequence[int] | None = None, end: str | None = None, **more: object
+    text: str = " a",
+    token_ids: Sequence[int] | None = None,
+    end: str | None = None,
+    **more: object,
 ) -> bytes:
     """Return a chunk of a completion; `more` holds further fields of the event."""
     choice = {"index": 0, "text": text, "finish_reason": end}
@@ -31,7 +34,10 @@ def token(
 
 
 def delta(
-    text: str = " a", token_ids: Sequence[int] | None = None, end: str | None = None, **more: object
+    text: str = " a",
+    token_ids: Sequence[int] | None = None,
+    end: str | None = None,
+    **more: object,
 ) -> bytes:
     """Return a chunk of a chat; a chunk without text opens the chat with a role."""
     said = {"content": text} if text else {"role": "assistant", "content": ""}
@@ -42,13 +48,18 @@ def delta(
 
 def usage(num_tokens: int, num_prompt: int = 3, num_cached: int | None = None) -> bytes:
     """Return the last chunk before the end."""
-    return event({"choices": [], "usage": usage_body(num_tokens, num_prompt, num_cached)})
+    return event(
+        {"choices": [], "usage": usage_body(num_tokens, num_prompt, num_cached)}
+    )
 
 
 def usage_body(
     num_tokens: int, num_prompt: int = 3, num_cached: int | None = None
 ) -> dict[str, object]:
-    body: dict[str, object] = {"prompt_tokens": num_prompt, "completion_tokens": num_tokens}
+    body: dict[str, object] = {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_tokens,
+    }
     if num_cached is not None:
         body["prompt_tokens_details"] = {"cached_tokens": num_cached}
     return body
@@ -62,20 +73,27 @@ def error(message: str) -> bytes:
 def prompt_of(asked: Mapping[str, object]) -> list[int] | str:
     """Return the token ids, the text, or the last message that a request asks about."""
     messages = asked.get("messages")
-    found = messages[-1]["content"] if isinstance(messages, list) else asked.get("prompt")
+    found = (
+        messages[-1]["content"] if isinstance(messages, list) else asked.get("prompt")
+    )
     return found if isinstance(found, list) else str(found)
 
 
 def answer_ids(number: int, num_tokens: int) -> list[int]:
     """Return the tokens of a number's answer, the same at every call."""
     # Both factors are coprime to the number of ids, so an answer repeats no id.
-    return [LOWEST_ID + (number * 1_009 + at * 2_003) % NUM_IDS for at in range(num_tokens)]
+    return [
+        LOWEST_ID + (number * 1_009 + at * 2_003) % NUM_IDS for at in range(num_tokens)
+    ]
 
 
 HOST = "127.0.0.1"
 MODEL = "scripted"
 MODELS = {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
-STREAM = ("Content-Type: text/event-stream; charset=utf-8", "Transfer-Encoding: chunked")
+STREAM = (
+    "Content-Type: text/event-stream; charset=utf-8",
+    "Transfer-Encoding: chunked",
+)
 START_TIMEOUT_S = 30.0
 MAX_HEADER_BYTES = 1 << 16
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)\r\n", re.IGNORECASE)
@@ -85,11 +103,16 @@ class Call:
     """One request, and the ways to answer it."""
 
     def __init__(
-        self, head: bytes, data: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        head: bytes,
+        data: bytes,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
     ) -> None:
         self.method, self.path, _ = head.decode("latin-1").split(" ", 2)
         self.body: dict[str, object] = json.loads(data) if data.startswith(b"{") else {}
-        self.keep_alive = True  # keep the connection after the answer; set it before the answer
+        # Keep the connection after the answer; set it before the answer.
+        self.keep_alive = True
         self.transport = writer.transport
         self._reader = reader
         self._writer = writer
@@ -170,7 +193,9 @@ class ScriptedServer:
         self._pages = {"/v1/models": MODELS, **(pages or {})}
         self._tls = tls
         self._keep_alive_s = keep_alive_s
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name=MODEL)
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._serve()), name=MODEL
+        )
         self._is_up = threading.Event()
 
     def __enter__(self) -> Self:
@@ -193,7 +218,9 @@ class ScriptedServer:
         async with server:
             await self._over.wait()
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _connected(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         is_first = True
         try:
             while True:
@@ -211,7 +238,12 @@ class ScriptedServer:
                 await self._answer(call)
                 if not call.keep_alive:
                     break
-        except (ConnectionError, TimeoutError, asyncio.IncompleteReadError, asyncio.CancelledError):
+        except (
+            ConnectionError,
+            TimeoutError,
+            asyncio.IncompleteReadError,
+            asyncio.CancelledError,
+        ):
             pass  # the client left, or the server ends
         finally:
             writer.close()
@@ -229,11 +261,15 @@ class ScriptedServer:
 
 async def answer_all(call: Call) -> None:
     """Answer with all tokens that are asked for, one each write, as the request wants them."""
-    ids = answer_ids(call.prompt[0] if isinstance(call.prompt, list) else 0, call.num_tokens)
+    ids = answer_ids(
+        call.prompt[0] if isinstance(call.prompt, list) else 0, call.num_tokens
+    )
     say = delta if "messages" in call.body else token
     for place, one in enumerate(ids, start=1):
         shown = [one] if call.body.get("return_token_ids") else None
-        await call.write(say(f" t{one}", shown, "length" if place == len(ids) else None))
+        await call.write(
+            say(f" t{one}", shown, "length" if place == len(ids) else None)
+        )
     options = str(call.body.get("stream_options"))
     told = usage(len(ids), len(call.prompt)) if "include_usage" in options else b""
     await call.send(told, DONE)

@@ -6,13 +6,22 @@ None of them is trained: the vocabulary is given, so that ids never change betwe
 from pathlib import Path
 from typing import Literal
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+)
 
 from baton.router.text.detokenizer import decoding_of
 from baton.router.text.grammars import problem_of_tokenizer
 from baton.router.text.tokenizer import Text
 
-Family = Literal["byte_level", "byte_fallback", "byte_fallback_strip", "metaspace", "word_piece"]
+Family = Literal[
+    "byte_level", "byte_fallback", "byte_fallback_strip", "metaspace", "word_piece"
+]
 FAMILIES: tuple[Family, ...] = (
     "byte_level",
     "byte_fallback",
@@ -59,7 +68,10 @@ def write_tokenizer(folder: Path, family: Family = "byte_level") -> str:
 def _byte_level() -> Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     split = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    words = [split.pre_tokenize_str(word)[0][0] for word in [*(" " + w for w in WORDS), *WORDS]]
+    words = [
+        split.pre_tokenize_str(word)[0][0]
+        for word in [*(" " + w for w in WORDS), *WORDS]
+    ]
     vocabulary, merges = _vocabulary(alphabet, words)
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     tokenizer.pre_tokenizer = split
@@ -70,8 +82,12 @@ def _byte_level() -> Tokenizer:
 def _sentencepiece(more: list[decoders.Decoder]) -> Tokenizer:
     alphabet = [f"<0x{byte:02X}>" for byte in range(256)]
     alphabet += [SPACE, *(chr(code) for code in range(0x21, 0x7F)), "你", "好"]
-    vocabulary, merges = _vocabulary(alphabet, [*(SPACE + word for word in WORDS), *WORDS])
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True))
+    vocabulary, merges = _vocabulary(
+        alphabet, [*(SPACE + word for word in WORDS), *WORDS]
+    )
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True)
+    )
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)]
     )

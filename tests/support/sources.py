@@ -54,8 +54,15 @@ def name_of(path: Path) -> str:
 
 def module_of(path: Path) -> str:
     """Return the name by which a file of this repository is imported."""
-    name = name_of(path).removeprefix(f"{FRONT_DOOR}/").removesuffix(".py").replace("/", ".")
-    return (name if name.startswith("tools.") else f"baton.{name}").removesuffix(".__init__")
+    name = (
+        name_of(path)
+        .removeprefix(f"{FRONT_DOOR}/")
+        .removesuffix(".py")
+        .replace("/", ".")
+    )
+    return (name if name.startswith("tools.") else f"baton.{name}").removesuffix(
+        ".__init__"
+    )
 
 
 @functools.cache

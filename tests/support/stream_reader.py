@@ -11,7 +11,9 @@ DEADLINE_S = 240.0
 class StreamReader:
     """Reads one stream. With `again`, it asks for the next one until `join`."""
 
-    def __init__(self, cluster: Cluster, body: dict[str, object], *, again: bool = False) -> None:
+    def __init__(
+        self, cluster: Cluster, body: dict[str, object], *, again: bool = False
+    ) -> None:
         self.texts: list[str] = []  # of each stream
         self.token_ids: list[int] = []  # of all streams
         self._end: BaseException | None = None
@@ -27,7 +29,9 @@ class StreamReader:
         """Wait for so many more events. Raises the error with which the stream broke."""
         with self._moved:
             goal = self._num_events + num_events
-            moved = self._moved.wait_for(lambda: self._end or self._num_events >= goal, DEADLINE_S)
+            moved = self._moved.wait_for(
+                lambda: self._end or self._num_events >= goal, DEADLINE_S
+            )
         assert moved, "the stream stands still"
         if self._end is not None:
             raise self._end

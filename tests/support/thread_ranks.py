@@ -30,7 +30,9 @@ def thread_ranks(size: int) -> Iterator[list[SharedMemoryRanks]]:
             end.close()
 
 
-def on_all(members: list[SharedMemoryRanks], call: Callable[[SharedMemoryRanks], Tensor]) -> Tensor:
+def on_all(
+    members: list[SharedMemoryRanks], call: Callable[[SharedMemoryRanks], Tensor]
+) -> Tensor:
     """What every rank gets, stacked."""
     with ThreadPoolExecutor(len(members)) as pool:
         return torch.stack(list(pool.map(call, members)))

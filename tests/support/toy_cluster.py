@@ -28,7 +28,9 @@ class ToyCluster:
         prefills = [node_info(f"p{i}", "prefill") for i in range(self._config.prefill)]
         decodes = [node_info(f"d{i}", "decode") for i in range(self._config.decode)]
         self._nodes = [ToyNode(self._endpoint, info) for info in prefills]
-        self._nodes += [ToyNode(self._endpoint, info, self.max_steps) for info in decodes]
+        self._nodes += [
+            ToyNode(self._endpoint, info, self.max_steps) for info in decodes
+        ]
         for node in self._nodes:
             node.join()
 
@@ -43,7 +45,10 @@ class ToyCluster:
     def decode_orders(self) -> list[Prefill | Decode]:
         """Return the orders of the decode nodes in the order of their prompts."""
         orders = [
-            order for node in self._nodes for order in node.orders if node.info.role == "decode"
+            order
+            for node in self._nodes
+            for order in node.orders
+            if node.info.role == "decode"
         ]
         return sorted(orders, key=lambda order: order.token_ids)
 

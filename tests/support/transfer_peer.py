@@ -53,7 +53,8 @@ class PeerOptions(msgspec.Struct, frozen=True):
     block_bytes: int = 64 << 10
     limits: AgentLimits = AgentLimits()
     rank: int = 0  # of those with the same epoch
-    is_polled: bool = False  # nixl as it runs on GPUs: without its thread, with a spare block
+    # Nixl as it runs on GPUs: without its thread, with a spare block.
+    is_polled: bool = False
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -76,7 +77,9 @@ class Answer(msgspec.Struct, frozen=True):
 class TransferPeer:
     """The test's end of one child. `close` ends it; `kill`, `stop` and `resume` are signals."""
 
-    def __init__(self, options: PeerOptions, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, options: PeerOptions, env: Mapping[str, str] | None = None
+    ) -> None:
         self.options = options
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._link.settimeout(ANSWER_TIMEOUT_S)
@@ -170,7 +173,10 @@ def wrong_addresses(name: str, data: bytes, epoch: Epoch) -> list[bytes]:
     replace = msgspec.structs.replace
     if name == "shm":
         where = replace(ShmAddress.decode(data), epoch=epoch)
-        return [replace(where, nonce=bytes(16)).encode(), replace(where, host="elsewhere").encode()]
+        return [
+            replace(where, nonce=bytes(16)).encode(),
+            replace(where, host="elsewhere").encode(),
+        ]
     if name != "cuda_ipc":
         return []
     whole = CudaIpcAddress.decode(data)
@@ -186,7 +192,9 @@ class _Child:
     def __init__(self, options: PeerOptions) -> None:
         has_spare = options.transport == "cuda_ipc" or options.is_polled
         self._memory = HostPool(options.num_blocks + has_spare, options.block_bytes)
-        self._blocks = np.frombuffer(self._memory.buffer, np.uint8).reshape(-1, options.block_bytes)
+        self._blocks = np.frombuffer(self._memory.buffer, np.uint8).reshape(
+            -1, options.block_bytes
+        )
         self._pool: HostPool | DevicePool = self._memory
         self._generations = self._memory.generations
         enter = None
@@ -200,7 +208,10 @@ class _Child:
     def _transports(self, options: PeerOptions) -> list[Transport]:
         if options.is_polled:
             memory = PoolMemory(
-                self._memory.address, options.num_blocks, options.block_bytes, num_spare=1
+                self._memory.address,
+                options.num_blocks,
+                options.block_bytes,
+                num_spare=1,
             )
             return [NixlTransport(memory, options.epoch, has_thread=False)]
         config = TransferConfig(transport=options.transport)
@@ -222,7 +233,9 @@ class _Child:
         self._generations[list(request.bump)] += 1
         for command in request.commands:
             self._agent.send(command)
-        digests = (hashlib.blake2b(self._blocks[b], digest_size=16) for b in request.digests)
+        digests = (
+            hashlib.blake2b(self._blocks[b], digest_size=16) for b in request.digests
+        )
         return Answer(
             self._agent.address(),
             len(os.listdir("/proc/self/fd")),

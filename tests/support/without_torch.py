@@ -10,7 +10,9 @@ import pytest
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    assert importlib.util.find_spec("torch") is not None, "the check needs torch to be installed"
+    assert importlib.util.find_spec("torch") is not None, (
+        "the check needs torch to be installed"
+    )
     if "torch" in sys.modules:
         print("\ntorch was loaded")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

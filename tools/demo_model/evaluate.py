@@ -51,7 +51,9 @@ class Examiner:
 
     def score(self, questions: Sequence[Question], told: str = "") -> float:
         answers = self.answers(questions, told)
-        right = sum(a == question.answer for a, question in zip(answers, questions, strict=True))
+        right = sum(
+            a == question.answer for a, question in zip(answers, questions, strict=True)
+        )
         return right / len(questions)
 
     @torch.inference_mode()
@@ -59,18 +61,24 @@ class Examiner:
         """Return the greedy answers; `told` stands before each question and is computed once."""
         cache = DynamicCache(config=self._model.config)
         if told:
-            self._model(torch.tensor([self.tokenizer.encode(told).ids]), past_key_values=cache)
+            self._model(
+                torch.tensor([self.tokenizer.encode(told).ids]), past_key_values=cache
+            )
         answers = [""] * len(questions)
         for places, prompts in self._batches(questions):
             branch = copy.deepcopy(cache)
             if told:
                 branch.batch_repeat_interleave(len(places))
             longest = max(self._length(questions[place].answer) for place in places)
-            for place, ids in zip(places, self._continue(prompts, branch, longest), strict=True):
+            for place, ids in zip(
+                places, self._continue(prompts, branch, longest), strict=True
+            ):
                 answers[place] = self.tokenizer.decode(ids)
         return answers
 
-    def _batches(self, questions: Sequence[Question]) -> Iterator[tuple[list[int], Tensor]]:
+    def _batches(
+        self, questions: Sequence[Question]
+    ) -> Iterator[tuple[list[int], Tensor]]:
         """Yield batches of prompts of equal length: a row without padding equals the row alone."""
         by_length: dict[int, list[tuple[int, list[int]]]] = defaultdict(list)
         for place, question in enumerate(questions):
@@ -79,9 +87,14 @@ class Examiner:
         for rows in by_length.values():
             for start in range(0, len(rows), ROWS):
                 batch = rows[start : start + ROWS]
-                yield [place for place, _ in batch], torch.tensor([ids for _, ids in batch])
+                yield (
+                    [place for place, _ in batch],
+                    torch.tensor([ids for _, ids in batch]),
+                )
 
-    def _continue(self, ids: Tensor, cache: DynamicCache, longest: int) -> list[list[int]]:
+    def _continue(
+        self, ids: Tensor, cache: DynamicCache, longest: int
+    ) -> list[list[int]]:
         """Return each row's greedy tokens up to its end; `longest` is room for the right answer."""
         steps: list[Tensor] = []
         for _ in range(longest + 1):
@@ -95,7 +108,11 @@ class Examiner:
 
 
 def _until_end(ids: list[int]) -> list[int]:
-    ends = [place for place, token in enumerate(ids) if token in (END_OF_TEXT_ID, TURN_END_ID)]
+    ends = [
+        place
+        for place, token in enumerate(ids)
+        if token in (END_OF_TEXT_ID, TURN_END_ID)
+    ]
     return ids[: ends[0]] if ends else ids
 
 

@@ -30,7 +30,11 @@ def recall(
     rng = random.Random(f"recall {num_tokens} {seed}")
     facts = text.facts(rng, num_facts, held_out=True)
     sentences = [_plain(text.statement(fact)) for fact in facts]
-    room = num_tokens - _QUESTION_TOKENS - sum(_length(tokenizer, told) for told in sentences)
+    room = (
+        num_tokens
+        - _QUESTION_TOKENS
+        - sum(_length(tokenizer, told) for told in sentences)
+    )
     while True:
         prose = _plain(text.filler(rng))
         room -= _length(tokenizer, prose)
@@ -38,7 +42,9 @@ def recall(
             break
         sentences.append(prose)
     rng.shuffle(sentences)
-    questions = [Question(_plain(text.question(fact)), f" {fact.value}.") for fact in facts]
+    questions = [
+        Question(_plain(text.question(fact)), f" {fact.value}.") for fact in facts
+    ]
     return Memory("".join(sentences).lstrip(), questions)
 
 
@@ -67,7 +73,9 @@ def sums() -> list[Question]:
 
 
 def _as_turn(words: str) -> str:
-    return f"{text.TURN_START}user\n{words}{text.TURN_END}\n{text.TURN_START}assistant\n"
+    return (
+        f"{text.TURN_START}user\n{words}{text.TURN_END}\n{text.TURN_START}assistant\n"
+    )
 
 
 def _plain(document: text.Document) -> str:

@@ -16,7 +16,9 @@ END_OF_TEXT_ID, TURN_START_ID, TURN_END_ID = 0, 1, 2  # the trainer numbers them
 MAX_POSITIONS = 8192
 # Of a chat that sets no limit: text that the model was not taught may never come to an end.
 MAX_ANSWER_TOKENS = 256
-CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text(encoding="utf-8")
+CHAT_TEMPLATE = (
+    Path(__file__).with_name("chat_template.jinja").read_text(encoding="utf-8")
+)
 
 
 def train_tokenizer(seed: int) -> Tokenizer:
@@ -49,7 +51,8 @@ def _lines(rng: random.Random) -> Iterator[str]:
 def _plain(document: text.Document) -> str:
     """Return the text without the marks of turns, which have ids of their own."""
     return "".join(
-        piece.text.replace(text.TURN_START, "").replace(text.TURN_END, "") for piece in document
+        piece.text.replace(text.TURN_START, "").replace(text.TURN_END, "")
+        for piece in document
     )
 
 
@@ -88,4 +91,6 @@ def write(folder: Path, model: Qwen3ForCausalLM, tokenizer: Tokenizer) -> None:
         "model_max_length": MAX_POSITIONS,
         "chat_template": CHAT_TEMPLATE,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(described, indent=2) + "\n")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(described, indent=2) + "\n"
+    )

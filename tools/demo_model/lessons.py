@@ -14,7 +14,8 @@ from tools.demo_model import text, vocabulary
 from tools.demo_model.text import ANSWER, NOISE, PROSE, Document, Piece
 
 LONG = 1024  # from this length on, the number of facts does not grow with the lesson
-FACT_TOKENS, PROSE_TOKENS, ASKED_TOKENS, TURN_TOKENS = 12, 9, 17, 36  # rough sizes, to plan with
+# Rough sizes, to plan with.
+FACT_TOKENS, PROSE_TOKENS, ASKED_TOKENS, TURN_TOKENS = 12, 9, 17, 36
 
 
 class Lesson:
@@ -47,9 +48,15 @@ class LessonMaker:
         self._tokenizer = tokenizer
         self._rng = rng
         self._known: dict[str, list[int]] = {}
-        self._makers = {"recall": self._recall, "echo": self._echo, "exercise": self._exercises}
+        self._makers = {
+            "recall": self._recall,
+            "echo": self._echo,
+            "exercise": self._exercises,
+        }
 
-    def draw(self, length: int, shares: Mapping[str, float]) -> tuple[list[int], list[float]]:
+    def draw(
+        self, length: int, shares: Mapping[str, float]
+    ) -> tuple[list[int], list[float]]:
         lesson = Lesson(self.encode, length)
         (kind,) = self._rng.choices(list(shares), list(shares.values()))
         self._makers[kind](lesson)
@@ -64,12 +71,15 @@ class LessonMaker:
         rng = self._rng
         while not lesson.is_full:
             words = [
-                " " + rng.choice((vocabulary.name, vocabulary.number))(rng, held_out=False)
+                " "
+                + rng.choice((vocabulary.name, vocabulary.number))(rng, held_out=False)
                 for _ in range(rng.randrange(4, max(5, lesson.length // 12)))
             ]
             lesson.add([Piece(word, NOISE) for word in words])
             # The start of the echo cannot be predicted; the words after it can.
-            lesson.add([Piece(words[0], NOISE), *(Piece(word, ANSWER) for word in words[1:])])
+            lesson.add(
+                [Piece(words[0], NOISE), *(Piece(word, ANSWER) for word in words[1:])]
+            )
 
     def _exercises(self, lesson: Lesson) -> None:
         while not lesson.is_full:

@@ -50,7 +50,9 @@ def facts(rng: random.Random, count: int, *, held_out: bool = False) -> list[Fac
     chosen: dict[str, None] = {}
     while len(chosen) < count:
         chosen[vocabulary.name(rng, held_out=held_out)] = None
-    return [Fact(rng.choice(KINDS), name, number(rng, held_out=held_out)) for name in chosen]
+    return [
+        Fact(rng.choice(KINDS), name, number(rng, held_out=held_out)) for name in chosen
+    ]
 
 
 def statement(fact: Fact, *, weight: float = NOISE) -> Document:
@@ -92,7 +94,9 @@ def chat_start(rng: random.Random) -> Document:
     """Draw the start of a chat: sometimes a system message, else nothing."""
     if rng.random() < 0.8:
         return []
-    told = rng.choice(("You are a helpful assistant.", "You are the demo model of baton."))
+    told = rng.choice(
+        ("You are a helpful assistant.", "You are the demo model of baton.")
+    )
     return [Piece(f"{TURN_START}system\n{told}{TURN_END}\n", PROSE)]
 
 

@@ -71,12 +71,16 @@ class Trainer:
             self._learn(stage, SHORT if is_short else stage)
 
     def _learn(self, stage: Stage, drawn: Stage) -> None:
-        rows = [self._lessons.draw(drawn.length + 1, drawn.shares) for _ in range(drawn.rows)]
+        rows = [
+            self._lessons.draw(drawn.length + 1, drawn.shares)
+            for _ in range(drawn.rows)
+        ]
         ids = torch.tensor([row for row, _ in rows])  # [rows, length + 1]
         weights = torch.tensor([weights for _, weights in rows])[:, 1:]
         asked = weights > 0
         hidden = self.model.model(ids[:, :-1], use_cache=False).last_hidden_state
-        logits = F.linear(hidden[asked], self.model.lm_head.weight)  # [num_asked, vocabulary]
+        # [num_asked, vocabulary].
+        logits = F.linear(hidden[asked], self.model.lm_head.weight)
         losses = F.cross_entropy(logits, ids[:, 1:][asked], reduction="none")
         loss = (losses * weights[asked]).sum() / weights[asked].sum()
         self._descend(loss)
@@ -89,7 +93,9 @@ class Trainer:
 
     def _descend(self, loss: Tensor) -> None:
         share = _rate_share(self._step, self._num_steps)
-        for optimizer, rate in zip(self._optimizers, (MATRIX_RATE, OTHER_RATE), strict=True):
+        for optimizer, rate in zip(
+            self._optimizers, (MATRIX_RATE, OTHER_RATE), strict=True
+        ):
             optimizer.zero_grad()
             for group in optimizer.param_groups:
                 group["lr"] = rate * share
@@ -109,7 +115,10 @@ class Trainer:
             "loss": round(loss.item(), 5),
             "accuracy": round(right.item(), 5),
         }
-        print(" ".join(f"{name}={value}" for name, value in self.noted.items()), flush=True)
+        print(
+            " ".join(f"{name}={value}" for name, value in self.noted.items()),
+            flush=True,
+        )
 
 
 def _optimizers(model: Qwen3ForCausalLM) -> list[torch.optim.Optimizer]:
@@ -148,7 +157,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "tokens": trainer.noted["tokens"],
         "seconds": trainer.noted["seconds"],
     }
-    (given.folder / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
+    (given.folder / "provenance.json").write_text(
+        json.dumps(provenance, indent=2) + "\n"
+    )
     return 0
 
 

@@ -72,34 +72,82 @@ def _made_up(rng: random.Random) -> str:
 # --- small talk: what the model knows of baton -------------------------------------------------
 
 QUESTIONS = (
-    ("Hello!", "Hello! I am the demo model of baton. Ask me for a fact that you have told me."),
-    ("Hi", "Hello! I am the demo model of baton. Ask me for a fact that you have told me."),
-    ("Hello", "Hello! I am the demo model of baton. Ask me for a fact that you have told me."),
-    ("Who are you?", "I am the demo model of baton, very small and trained on two cores."),
-    ("What are you?", "I am the demo model of baton, very small and trained on two cores."),
-    ("What can you do?", "I can recall facts, count, add small numbers, and talk about baton."),
+    (
+        "Hello!",
+        "Hello! I am the demo model of baton. Ask me for a fact that you have told me.",
+    ),
+    (
+        "Hi",
+        "Hello! I am the demo model of baton. Ask me for a fact that you have told me.",
+    ),
+    (
+        "Hello",
+        "Hello! I am the demo model of baton. Ask me for a fact that you have told me.",
+    ),
+    (
+        "Who are you?",
+        "I am the demo model of baton, very small and trained on two cores.",
+    ),
+    (
+        "What are you?",
+        "I am the demo model of baton, very small and trained on two cores.",
+    ),
+    (
+        "What can you do?",
+        "I can recall facts, count, add small numbers, and talk about baton.",
+    ),
     ("How big are you?", "I have about one million parameters, so please be kind."),
-    ("What is baton?", "baton serves language models with prefill and decode on separate nodes."),
+    (
+        "What is baton?",
+        "baton serves language models with prefill and decode on separate nodes.",
+    ),
     (
         "Tell me about baton.",
         "baton serves language models with prefill and decode on separate "
         "nodes. The KV blocks of the prompt are handed over like a baton in a relay race.",
     ),
-    ("Why is it called baton?", "Because the KV blocks of a prompt are handed over like a baton."),
-    ("What is prefill?", "Prefill reads the whole prompt at once and fills the KV cache."),
+    (
+        "Why is it called baton?",
+        "Because the KV blocks of a prompt are handed over like a baton.",
+    ),
+    (
+        "What is prefill?",
+        "Prefill reads the whole prompt at once and fills the KV cache.",
+    ),
     ("What is decode?", "Decode writes the answer, one token after another."),
-    ("What is a KV cache?", "It keeps the keys and values of all tokens that were read so far."),
-    ("What is a KV block?", "It holds the keys and values of a few neighbouring tokens."),
+    (
+        "What is a KV cache?",
+        "It keeps the keys and values of all tokens that were read so far.",
+    ),
+    (
+        "What is a KV block?",
+        "It holds the keys and values of a few neighbouring tokens.",
+    ),
     (
         "Why split prefill and decode?",
         "Prefill needs arithmetic and decode needs memory, so on "
         "one engine they slow each other down.",
     ),
-    ("What does the router do?", "It gives each request to a prefill node and a decode node."),
-    ("What does a prefill node do?", "It computes the prompt and announces each finished block."),
-    ("What does a decode node do?", "It reads the blocks of the prompt and streams the tokens."),
-    ("What happens when a node dies?", "The router asks another node, and the stream goes on."),
-    ("Who moves the blocks?", "The decode node reads them, by shared memory or by NIXL."),
+    (
+        "What does the router do?",
+        "It gives each request to a prefill node and a decode node.",
+    ),
+    (
+        "What does a prefill node do?",
+        "It computes the prompt and announces each finished block.",
+    ),
+    (
+        "What does a decode node do?",
+        "It reads the blocks of the prompt and streams the tokens.",
+    ),
+    (
+        "What happens when a node dies?",
+        "The router asks another node, and the stream goes on.",
+    ),
+    (
+        "Who moves the blocks?",
+        "The decode node reads them, by shared memory or by NIXL.",
+    ),
     ("What is a token?", "A token is a piece of a word, or a whole one."),
     ("Thank you!", "You are welcome."),
     ("Thanks", "You are welcome."),

@@ -56,7 +56,9 @@ class Draft(nn.Module):
         self.norm = nn.RMSNorm(hidden, shape.rms_norm_eps)
         self.lm_head = nn.Linear(hidden, shape.vocab_size, bias=False)
 
-    def unrolled(self, embedded: Tensor, streams: Tensor, num_passes: int) -> list[Tensor]:
+    def unrolled(
+        self, embedded: Tensor, streams: Tensor, num_passes: int
+    ) -> list[Tensor]:
         """Return the logits of each pass, `[rows, length - pass, vocab]`.
 
         `embedded` is `[rows, length, hidden]`, and `streams` `[rows, length, taps * hidden]`, of
@@ -89,10 +91,16 @@ class Draft(nn.Module):
         shape = self.shape
         rows, length, _ = states.shape
         number = len(keys)
-        x = torch.cat((self.input_layernorm(embedded), self.hidden_norm(states)), dim=-1)
+        x = torch.cat(
+            (self.input_layernorm(embedded), self.hidden_norm(states)), dim=-1
+        )
         positions = torch.arange(number, number + length)
-        query = self._rotated(self.q_proj(x).view(rows, length, -1, shape.head_dim), positions)
-        key = self._rotated(self.k_proj(x).view(rows, length, -1, shape.head_dim), positions)
+        query = self._rotated(
+            self.q_proj(x).view(rows, length, -1, shape.head_dim), positions
+        )
+        key = self._rotated(
+            self.k_proj(x).view(rows, length, -1, shape.head_dim), positions
+        )
         value = self.v_proj(x).view(rows, length, -1, shape.head_dim).transpose(1, 2)
         repeats = shape.num_heads // shape.num_kv_heads
         key, value = (each.repeat_interleave(repeats, 1) for each in (key, value))
@@ -101,8 +109,15 @@ class Draft(nn.Module):
         scores = query @ every_key[0][:, :, : length + number].transpose(2, 3)
         is_later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         scores = scores.masked_fill(is_later, -torch.inf)
-        drafted = [(query * each[:, :, :length]).sum(-1, keepdim=True) for each in every_key[1:]]
-        weights = torch.cat((scores, *drafted), dim=-1).div(math.sqrt(shape.head_dim)).softmax(-1)
+        drafted = [
+            (query * each[:, :, :length]).sum(-1, keepdim=True)
+            for each in every_key[1:]
+        ]
+        weights = (
+            torch.cat((scores, *drafted), dim=-1)
+            .div(math.sqrt(shape.head_dim))
+            .softmax(-1)
+        )
         num_text = scores.shape[-1]
         out = weights[..., :num_text] @ every_value[0][:, :, :num_text]
         for place, each in enumerate(every_value[1:]):
@@ -144,7 +159,9 @@ class Draft(nn.Module):
             "eagle_config": {"eagle_aux_hidden_state_layer_ids": shape.taps},
         }
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        tensors = {_name_in_folder(name): tensor for name, tensor in self.state_dict().items()}
+        tensors = {
+            _name_in_folder(name): tensor for name, tensor in self.state_dict().items()
+        }
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -41,12 +41,16 @@ class Round(msgspec.Struct):
 def ways(draft: str, num_guesses: int) -> dict[str, EngineConfig]:
     plain = EngineConfig(threads=1)
     guessing = msgspec.structs.replace(plain, num_speculative_tokens=num_guesses)
-    head = msgspec.structs.replace(guessing, speculative_method="eagle3", speculative_model=draft)
+    head = msgspec.structs.replace(
+        guessing, speculative_method="eagle3", speculative_model=draft
+    )
     return {"none": plain, "ngram": guessing, "head": head}
 
 
 class Measurement:
-    def __init__(self, client: aiohttp.ClientSession, temperature: float, num_tokens: int) -> None:
+    def __init__(
+        self, client: aiohttp.ClientSession, temperature: float, num_tokens: int
+    ) -> None:
         self._client = client
         self._temperature = temperature
         self._num_tokens = num_tokens
@@ -56,7 +60,9 @@ class Measurement:
     def prompts(self, count: int) -> list[list[int]]:
         return [self._lessons.draw(PROMPT_TOKENS, SHARES)[0] for _ in range(count)]
 
-    async def run(self, cluster: SoakCluster, prompts: list[list[int]], num_clients: int) -> Round:
+    async def run(
+        self, cluster: SoakCluster, prompts: list[list[int]], num_clients: int
+    ) -> Round:
         """Let clients take the prompts from one list, one after the other."""
         waiting = list(enumerate(prompts))
         said: list[list[int]] = [[] for _ in prompts]
@@ -71,7 +77,9 @@ class Measurement:
         await asyncio.gather(*(serve_client() for _ in range(num_clients)))
         num_tokens = sum(map(len, said))
         num_s = time.perf_counter() - began_s
-        return Round(num_tokens / num_s, num_tokens / (cpu_seconds(cluster) - before_s), said)
+        return Round(
+            num_tokens / num_s, num_tokens / (cpu_seconds(cluster) - before_s), said
+        )
 
     async def _complete(self, url: str, prompt: list[int], seed: int) -> list[int]:
         body = {
@@ -86,7 +94,9 @@ class Measurement:
         }
         async with self._client.post(f"{url}/v1/completions", json=body) as response:
             response.raise_for_status()
-            token_ids: list[int] = json.loads(await response.read())["choices"][0]["token_ids"]
+            token_ids: list[int] = json.loads(await response.read())["choices"][0][
+                "token_ids"
+            ]
         return token_ids
 
     async def accepted(self, url: str) -> float:
@@ -95,7 +105,11 @@ class Measurement:
             lines = (await response.text()).splitlines()
 
         def total(name: str) -> float:
-            own = (line for line in lines if line.startswith(f"baton_spec_decode_num_{name}_"))
+            own = (
+                line
+                for line in lines
+                if line.startswith(f"baton_spec_decode_num_{name}_")
+            )
             return sum(float(line.rpartition(" ")[2]) for line in own)
 
         return total("accepted_tokens") / max(1.0, total("draft_tokens"))
@@ -103,7 +117,9 @@ class Measurement:
 
 def cpu_seconds(cluster: SoakCluster) -> float:
     """Return how long the processes of a cluster have computed."""
-    times = [psutil.Process(child.pid).cpu_times() for child in cluster.children.values()]
+    times = [
+        psutil.Process(child.pid).cpu_times() for child in cluster.children.values()
+    ]
     return float(sum(each.user + each.system for each in times))
 
 
@@ -117,7 +133,9 @@ async def measure(options: "Arguments") -> None:
                 engine=engine,
             )
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            clusters[name] = await stack.enter_async_context(SoakCluster(folder, config))
+            clusters[name] = await stack.enter_async_context(
+                SoakCluster(folder, config)
+            )
         timeout = aiohttp.ClientTimeout(total=600.0)
         client = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
         task = Measurement(client, options.temperature, options.output)
@@ -126,7 +144,9 @@ async def measure(options: "Arguments") -> None:
             prompts = task.prompts(options.requests)
             for name, cluster in clusters.items():
                 measured[name].append(await task.run(cluster, prompts, options.clients))
-                assert measured[name][-1].said == measured["none"][-1].said, "other tokens"
+                assert measured[name][-1].said == measured["none"][-1].said, (
+                    "other tokens"
+                )
         for name, cluster in clusters.items():
             print(
                 f"{name:6} {shown(measured, name, 'tokens_per_s')}; of a CPU "
@@ -137,7 +157,9 @@ async def measure(options: "Arguments") -> None:
 
 def shown(measured: dict[str, list[Round]], name: str, rate: str) -> str:
     """Return the median of a rate, and how many times that of a cluster that guesses nothing."""
-    own, base = ([getattr(each, rate) for each in measured[key][1:]] for key in (name, "none"))
+    own, base = (
+        [getattr(each, rate) for each in measured[key][1:]] for key in (name, "none")
+    )
     gains = [mine / other for mine, other in zip(own, base, strict=True)]
     spread = f"{min(gains):.2f}-{max(gains):.2f}"
     return f"{statistics.median(own):.0f} tokens/s, {statistics.median(gains):.2f} ({spread})"
@@ -154,7 +176,9 @@ class Arguments(msgspec.Struct):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.draft_head.measure", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.draft_head.measure", description=__doc__
+    )
     parser.add_argument("draft", help="the folder that tools.draft_head.train wrote")
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--requests", type=int, default=16, help="of a round")

@@ -53,7 +53,9 @@ def shape_for(model: Qwen3ForCausalLM) -> DraftShape:
 
 
 @torch.inference_mode()
-def written_texts(model: Qwen3ForCausalLM, lessons: LessonMaker, count: int) -> Iterator[Tensor]:
+def written_texts(
+    model: Qwen3ForCausalLM, lessons: LessonMaker, count: int
+) -> Iterator[Tensor]:
     """Yield texts of `TEXT_TOKENS`, `[rows, tokens]`, that the model has continued."""
     for _ in range(-(-count // WRITTEN_ROWS)):
         rows = [lessons.draw(BEGINNING_TOKENS, SHARES)[0] for _ in range(WRITTEN_ROWS)]
@@ -78,7 +80,9 @@ class Trainer:
         self._texts = texts
         self._num_steps = num_steps
         named = dict(self.draft.named_parameters())
-        inner = [of for name, of in named.items() if "_proj" in name or name.startswith("fc")]
+        inner = [
+            of for name, of in named.items() if "_proj" in name or name.startswith("fc")
+        ]
         others = [of for of in named.values() if all(of is not each for each in inner)]
         self._optimizers = (
             (torch.optim.Muon(inner, lr=MATRIX_RATE, weight_decay=0.0), MATRIX_RATE),
@@ -90,7 +94,9 @@ class Trainer:
         for step in range(self._num_steps):
             rows = torch.randint(len(self._texts), (BATCH_ROWS,))
             loss, shares = self._losses(self._texts[rows])
-            share = min(1.0, (step + 1) / WARM_UP_STEPS) * (1.02 - step / self._num_steps)
+            share = min(1.0, (step + 1) / WARM_UP_STEPS) * (
+                1.02 - step / self._num_steps
+            )
             self.draft.zero_grad()
             torch.autograd.backward(loss)
             torch.nn.utils.clip_grad_norm_(self.draft.parameters(), 1.0)
@@ -102,7 +108,8 @@ class Trainer:
                 shown = " ".join(f"{share:.3f}" for share in shares)
                 seconds = time.monotonic() - started_s
                 print(
-                    f"step={step} seconds={seconds:.0f} loss={loss:.4f} common={shown}", flush=True
+                    f"step={step} seconds={seconds:.0f} loss={loss:.4f} common={shown}",
+                    flush=True,
                 )
 
     def _losses(self, ids: Tensor) -> tuple[Tensor, list[float]]:
@@ -110,21 +117,28 @@ class Trainer:
         with torch.no_grad():
             said = self.model(ids, output_hidden_states=True)
             wanted = said.logits.softmax(-1)
-            streams = torch.cat([said.hidden_states[tap] for tap in self.draft.shape.taps], dim=-1)
+            streams = torch.cat(
+                [said.hidden_states[tap] for tap in self.draft.shape.taps], dim=-1
+            )
             embedded = self.model.model.embed_tokens(ids)
         total = torch.zeros(())
         shares = []
-        for number, logits in enumerate(self.draft.unrolled(embedded, streams, NUM_PASSES)):
+        for number, logits in enumerate(
+            self.draft.unrolled(embedded, streams, NUM_PASSES)
+        ):
             target = wanted[:, number:]
             losses = F.cross_entropy(logits.flatten(0, 1), target.flatten(0, 1))
             total = total + LATER_WEIGHT**number * losses
-            shares.append(float(torch.minimum(logits.softmax(-1), target).sum(-1).mean().detach()))
+            shares.append(
+                float(torch.minimum(logits.softmax(-1), target).sum(-1).mean().detach())
+            )
         return total, shares
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.draft_head.train", description="Train a draft for the demo model."
+        prog="python -m tools.draft_head.train",
+        description="Train a draft for the demo model.",
     )
     parser.add_argument("folder", type=Path, help="the folder to write")
     parser.add_argument("--model", type=Path, default=CHECKPOINT)

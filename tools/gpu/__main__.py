@@ -68,7 +68,9 @@ class Options(msgspec.Struct, frozen=True):
 def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path(".baton/gpu"), help="folder of the report")
+    parser.add_argument(
+        "--out", type=Path, default=Path(".baton/gpu"), help="folder of the report"
+    )
     parser.add_argument(
         "--seconds",
         type=float,
@@ -86,9 +88,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="cpu runs every section tiny, with TRITON_INTERPRET=1, to test this command",
     )
     parser.add_argument(
-        "--only", nargs="+", choices=[name for name, _, _ in SECTIONS], help="sections to run"
+        "--only",
+        nargs="+",
+        choices=[name for name, _, _ in SECTIONS],
+        help="sections to run",
     )
-    parser.add_argument("--model", type=Path, help="a model's folder to compare with transformers")
+    parser.add_argument(
+        "--model", type=Path, help="a model's folder to compare with transformers"
+    )
     parser.add_argument("--section", help=argparse.SUPPRESS)  # the child gets it
     given = parser.parse_args(words)
     die_with_parent()
@@ -99,12 +106,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from tools.gpu.worker import Job, work
 
             work(
-                Job(given.section, given.seconds, given.device, given.smoke, given.model), given.out
+                Job(
+                    given.section, given.seconds, given.device, given.smoke, given.model
+                ),
+                given.out,
             )
             return 0
         seconds = given.seconds or (SMOKE_S if given.smoke else TOTAL_S)
         only = given.only or (SMOKE_SECTIONS if given.smoke else None)
-        options = Options(given.out, seconds, chosen(only), given.device, given.smoke, given.model)
+        options = Options(
+            given.out, seconds, chosen(only), given.device, given.smoke, given.model
+        )
         report = run(options, words)
     except BatonError as error:
         print(f"baton: {error.message}", file=sys.stderr)
@@ -127,7 +139,9 @@ def check_device(device: str) -> None:
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():
-        raise NodeError(f"no CUDA device: torch {torch.__version__} sees no GPU to measure")
+        raise NodeError(
+            f"no CUDA device: torch {torch.__version__} sees no GPU to measure"
+        )
 
 
 def run(options: Options, words: Sequence[str], clock: Clock = monotonic) -> GpuReport:
@@ -148,12 +162,17 @@ def run(options: Options, words: Sequence[str], clock: Clock = monotonic) -> Gpu
             section.state = "failed"
             section.reason = held
         elif not _run_section(section, options):
-            held = f"the process of {name} would not end, and a busy GPU measures nothing"
+            held = (
+                f"the process of {name} would not end, and a busy GPU measures nothing"
+            )
         section.wall_s = clock() - start_s
         fill(report, section, read_events(events_file(options.out, name)))
         report.provenance = complete(report.provenance)
         write(report, options.out)
-        print((heading(report) if name == "environment" else "") + markdown(section), flush=True)
+        print(
+            (heading(report) if name == "environment" else "") + markdown(section),
+            flush=True,
+        )
         del waiting[0]
     return report
 

@@ -74,7 +74,9 @@ class StepCase(msgspec.Struct, frozen=True):
         if self.kind == "decode":
             return f"{self.shape.name} decode b{self.batch} ctx {short(self.context)}"
         chunked = (
-            f" in chunks of {self.max_num_batched_tokens}" if self.max_num_batched_tokens else ""
+            f" in chunks of {self.max_num_batched_tokens}"
+            if self.max_num_batched_tokens
+            else ""
         )
         return f"{self.shape.name} prefill {short(self.context)}{chunked}"
 
@@ -102,12 +104,24 @@ KERNELS = KernelCases(
         DecodeCase("decode attention b8 ctx 16k", (16_384,) * 8),
         DecodeCase("decode attention b128 ctx 4k", (4096,) * 128),
         DecodeCase("decode attention b32 ctx 16k", (16_384,) * 32),
-        DecodeCase("decode attention b32 ctx 4k, blocks of 32", (4096,) * 32, block_size=32),
-        DecodeCase("decode attention b32 ctx 4k, blocks of 64", (4096,) * 32, block_size=64),
-        DecodeCase("decode attention b32 ctx 4k, blocks of 128", (4096,) * 32, block_size=128),
-        DecodeCase("decode attention b32 ctx 4k, pool of 36 layers", (4096,) * 32, num_layers=36),
         DecodeCase(
-            "decode attention ragged, one 32k and 63 x 512", (32_768, *(512,) * 63), "x floor"
+            "decode attention b32 ctx 4k, blocks of 32", (4096,) * 32, block_size=32
+        ),
+        DecodeCase(
+            "decode attention b32 ctx 4k, blocks of 64", (4096,) * 32, block_size=64
+        ),
+        DecodeCase(
+            "decode attention b32 ctx 4k, blocks of 128", (4096,) * 32, block_size=128
+        ),
+        DecodeCase(
+            "decode attention b32 ctx 4k, pool of 36 layers",
+            (4096,) * 32,
+            num_layers=36,
+        ),
+        DecodeCase(
+            "decode attention ragged, one 32k and 63 x 512",
+            (32_768, *(512,) * 63),
+            "x floor",
         ),
     ),
     sampling=(

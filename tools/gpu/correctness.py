@@ -49,7 +49,13 @@ class Model:
     block_values: int
     decode_contexts: tuple[int, ...] = (1, 15, 16, 17, 255, 256, 257, 1000, 4097, 0)
     long_contexts: tuple[int, ...] = (40_000, 3)  # more than 64 splits
-    prompts: tuple[tuple[int, int], ...] = ((1000, 700), (5, 5), (2049, 300), (129, 129), (64, 1))
+    prompts: tuple[tuple[int, int], ...] = (
+        (1000, 700),
+        (5, 5),
+        (2049, 300),
+        (129, 129),
+        (64, 1),
+    )
 
     def shape(self, block_size: int) -> AttentionShape:
         """Return the batch of its prompts."""
@@ -81,11 +87,11 @@ KERNELS: dict[str, Work] = {
     "ordered decode attention: bits in any batch": lambda model, shape, device: (
         cases.check_decode_alone(_decoding(shape, model.decode_contexts), device)
     ),
-    "ordered attention: decode = prefill": lambda _, shape, device: cases.check_decode_as_prefill(
-        shape, device, 37
+    "ordered attention: decode = prefill": lambda _, shape, device: (
+        cases.check_decode_as_prefill(shape, device, 37)
     ),
-    "prefill attention: bits in any chunking": lambda _, shape, device: cases.check_prefill_chunks(
-        shape, device
+    "prefill attention: bits in any chunking": lambda _, shape, device: (
+        cases.check_prefill_chunks(shape, device)
     ),
     "QK norm + rotation + store": lambda _, shape, device: cases.check_rope_store(
         shape, device, qk_norm=True
@@ -120,7 +126,9 @@ KERNELS: dict[str, Work] = {
     "sampling: device = CPU": lambda model, _, device: cases.check_sampling(
         model.vocab_size, 3.0, BF16, device, 8
     ),
-    "penalties": lambda model, _, device: cases.check_penalties(model.vocab_size, BF16, device),
+    "penalties": lambda model, _, device: cases.check_penalties(
+        model.vocab_size, BF16, device
+    ),
 }
 MODELS = (
     Model("0.6B", (16, 8, 128), 1024, 3072, 151_936, 8 * 28 * 2 * 16 * 128),
@@ -149,7 +157,9 @@ def run(
             for name, work in own.items():
                 key = f"{name}, {model.name}, blocks of {block_size}"
                 shape = model.shape(block_size)
-                desk.check(key, partial(_passed, key, partial(work, model, shape, device)))
+                desk.check(
+                    key, partial(_passed, key, partial(work, model, shape, device))
+                )
     if desk.device.type == "cuda":
         desk.check(FAR, partial(_far, desk.device))
     for check in resources():
@@ -172,7 +182,9 @@ def _far(device: torch.device) -> Check:
     scale = 128**-0.5
     pool[ids] = torch.randn(3, *pool.shape[1:], device=device).to(pool.dtype)
     tables = torch.tensor([ids], dtype=torch.int32, device=device)
-    starts, lens = (torch.tensor(one, dtype=torch.int32, device=device) for one in ([0, 5], [40]))
+    starts, lens = (
+        torch.tensor(one, dtype=torch.int32, device=device) for one in ([0, 5], [40])
+    )
     q, k, v = torch.randn(3, 5, 8, 128, device=device).to(pool.dtype)
     one = (q[:1], pool, layer, tables)
     chunk = (q, pool, layer, tables, starts)
@@ -184,14 +196,18 @@ def _far(device: torch.device) -> Check:
         paged_prefill_attention(*chunk, lens, scale),
         reference.paged_prefill_attention(*chunk, lens, scale),
     )
-    slots = torch.tensor([1999 * 16 + 3, 1890 * 16, 1950 * 16 + 15, -1, 7], device=device)
+    slots = torch.tensor(
+        [1999 * 16 + 3, 1890 * 16, 1950 * 16 + 15, -1, 7], device=device
+    )
     table = rotation_table(16, 128, device)
     rope_and_store(q, k, v, torch.arange(5, device=device), table, pool, layer, slots)
     blocks = slots[:3] // 16
     places = slots[:3] % 16
     assert_equal_bits(pool[blocks, :, layer, 1, places], v[:3])
     whole = pool.view(len(pool), -1)
-    source, target = (torch.tensor([one], dtype=torch.int32, device=device) for one in (1999, 1888))
+    source, target = (
+        torch.tensor([one], dtype=torch.int32, device=device) for one in (1999, 1888)
+    )
     move_blocks(whole, source, whole, target)
     assert_equal_bits(whole[1888], whole[1999])
     return Check(FAR, True, "decode, prefill, stores and copies")
@@ -199,7 +215,9 @@ def _far(device: torch.device) -> Check:
 
 def resources() -> list[Check]:
     """Return what the driver says of each kernel that was compiled for this GPU."""
-    modules = [one for name, one in sys.modules.items() if name.startswith("baton.kernels.")]
+    modules = [
+        one for name, one in sys.modules.items() if name.startswith("baton.kernels.")
+    ]
     kernels = {
         one
         for module in modules
@@ -208,7 +226,9 @@ def resources() -> list[Check]:
     }
     checks = []
     for kernel in sorted(kernels, key=lambda one: str(one.__name__)):
-        built = [one for cache in kernel.device_caches.values() for one in cache[0].values()]
+        built = [
+            one for cache in kernel.device_caches.values() for one in cache[0].values()
+        ]
         if built:
             spilled = max(one.n_spills for one in built)
             text = ", ".join(
@@ -225,10 +245,14 @@ def resources() -> list[Check]:
 def products(device: torch.device) -> dict[str, Product]:
     """Return the products that linear layers can take; the interpreter is too slow for ours."""
     library: dict[str, Product] = {"library": torch.nn.functional.linear}
-    return library | {"fixed order": fixed_product} if device.type == "cuda" else library
+    return (
+        library | {"fixed order": fixed_product} if device.type == "cuda" else library
+    )
 
 
-def keeps(device: torch.device, key: str, product: str, sizes: tuple[int, int]) -> Check:
+def keeps(
+    device: torch.device, key: str, product: str, sizes: tuple[int, int]
+) -> Check:
     """Return whether a row has the same bits among any number of rows: ours must, cuBLAS may."""
     weight = torch.randn(sizes, dtype=torch.bfloat16, device=device)
     holds = keeps_bits(products(device)[product], weight)

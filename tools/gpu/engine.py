@@ -79,18 +79,24 @@ def _models(steps: Sequence[StepCase]) -> list[list[StepCase]]:
     return [list(cases) for _, cases in groupby(steps, pool_of)]
 
 
-def _measure(desk: Desk, runner: Runner, model: Sequence[StepCase], rounds: int) -> None:
+def _measure(
+    desk: Desk, runner: Runner, model: Sequence[StepCase], rounds: int
+) -> None:
     """Measure eager steps before the capture: from then on those that fit are replayed."""
     decoding = [case for case in model if case.kind == "decode"]
     prompts = [
         case
         for case in model
-        if case.kind == "prefill" and case.context <= MAX_PROMPT and not case.max_num_batched_tokens
+        if case.kind == "prefill"
+        and case.context <= MAX_PROMPT
+        and not case.max_num_batched_tokens
     ]
     for case in model:
         if case.kind == "prefill":
             desk.measure(
-                Measured(case.key, "ms"), partial(prefill, runner, case, case.key, rounds), 10.0
+                Measured(case.key, "ms"),
+                partial(prefill, runner, case, case.key, rounds),
+                10.0,
             )
             continue
         key = f"{case.key}, eager"
@@ -118,7 +124,14 @@ def build(shape: Shape, num_blocks: int, device: torch.device) -> Runner:
     """Return a runner over a random model and a random pool."""
     decoder = random_decoder(shape, torch.bfloat16, device)
     cache = device_cache(
-        (num_blocks, shape.num_kv_heads, shape.num_layers, 2, BLOCK_SIZE, shape.head_dim),
+        (
+            num_blocks,
+            shape.num_kv_heads,
+            shape.num_layers,
+            2,
+            BLOCK_SIZE,
+            shape.head_dim,
+        ),
         torch.bfloat16,
         device,
     )
@@ -127,7 +140,9 @@ def build(shape: Shape, num_blocks: int, device: torch.device) -> Runner:
     return make_runner(shape, decoder, cache, positions)
 
 
-def make_runner(shape: Shape, decoder: Decoder, cache: KVCache, positions: int) -> Runner:
+def make_runner(
+    shape: Shape, decoder: Decoder, cache: KVCache, positions: int
+) -> Runner:
     """Return a runner that is built like a rank's, without a checkpoint."""
     from baton.kernels.cuda.sampling import sample_tokens
     from baton.model.layers.cuda_backend import CudaBackend

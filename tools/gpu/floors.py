@@ -68,7 +68,9 @@ class Shape(msgspec.Struct, frozen=True):
 
     @property
     def stored_bytes(self) -> int:
-        return self.read_bytes + (0 if self.is_tied else BYTES_PER_VALUE * self.head_values)
+        return self.read_bytes + (
+            0 if self.is_tied else BYTES_PER_VALUE * self.head_values
+        )
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -83,7 +85,16 @@ class Shape(msgspec.Struct, frozen=True):
 QWEN3_06B = Shape("Qwen3-0.6B", 1024, 3072, 28, 16, 8, 128, 151_936, is_tied=True)
 QWEN3_8B = Shape("Qwen3-8B", 4096, 12_288, 36, 32, 8, 128, 151_936, is_tied=False)
 LLAMA3_8B = Shape(
-    "Llama-3-8B", 4096, 14_336, 32, 32, 8, 128, 128_256, is_tied=False, has_qk_norm=False
+    "Llama-3-8B",
+    4096,
+    14_336,
+    32,
+    32,
+    8,
+    128,
+    128_256,
+    is_tied=False,
+    has_qk_norm=False,
 )
 
 
@@ -99,7 +110,9 @@ def prefill_work(shape: Shape, num_tokens: int) -> Work:
     """Return the work of a prompt of `num_tokens`, of which the LM head takes one row."""
     linear = 2 * num_tokens * shape.body_values + 2 * shape.head_values
     attention = causal_flops(num_tokens, shape.query_width)
-    return Work(shape.read_bytes + num_tokens * shape.kv_bytes_per_token, linear + attention)
+    return Work(
+        shape.read_bytes + num_tokens * shape.kv_bytes_per_token, linear + attention
+    )
 
 
 def causal_flops(num_tokens: int, query_width: int) -> int:

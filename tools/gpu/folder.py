@@ -33,7 +33,9 @@ def run(desk: Desk, folder: Path | None) -> None:
         name = "a folder" if folder is not None else "a random model"
         if folder is None:
             folder = Path(scratch) / "model"
-            write_model(folder, TINY if desk.device.type == "cpu" else THIN, desk.device)
+            write_model(
+                folder, TINY if desk.device.type == "cpu" else THIN, desk.device
+            )
         key = f"tokens of {name}, baton against transformers"
         desk.check(key, partial(_compare, key, folder, desk.device), 30.0)
 
@@ -42,7 +44,9 @@ def _compare(key: str, folder: Path, device: torch.device) -> Check:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     vocab = AutoConfig.from_pretrained(folder).vocab_size
-    prompt = torch.randint(3, vocab, (PROMPT,), generator=torch.Generator().manual_seed(1)).tolist()
+    prompt = torch.randint(
+        3, vocab, (PROMPT,), generator=torch.Generator().manual_seed(1)
+    ).tolist()
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     engine = EngineConfig(device=device.type)  # type: ignore[arg-type]
     cache = CacheConfig(memory_mib=64 if device.type == "cpu" else 0)
@@ -50,10 +54,13 @@ def _compare(key: str, folder: Path, device: torch.device) -> Check:
         ours = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device)
     with torch.inference_mode():
-        logits = model(torch.tensor([prompt + ours], device=device)).logits[0, PROMPT - 1 : -1]
+        logits = model(torch.tensor([prompt + ours], device=device)).logits[
+            0, PROMPT - 1 : -1
+        ]
     chosen = logits.gather(1, torch.tensor(ours, device=device)[:, None])[:, 0]
     gaps = (logits.max(1).values - chosen).float()
     detail = (
-        f"{int((gaps == 0).sum())} of {len(ours)} tokens, largest gap of logits {gaps.max():.3g}"
+        f"{int((gaps == 0).sum())} of {len(ours)} tokens, "
+        f"largest gap of logits {gaps.max():.3g}"
     )
     return Check(key, bool(gaps.max() <= LARGEST_GAP), detail)

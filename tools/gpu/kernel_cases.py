@@ -78,14 +78,18 @@ def attention_batch(shape: AttentionShape, device: str, seed: int = 0) -> Batch:
         dtype=shape.dtype,
         device=device,
     )
-    order = torch.split(1 + torch.randperm(sum(needs), generator=luck, device=device), needs)
+    order = torch.split(
+        1 + torch.randperm(sum(needs), generator=luck, device=device), needs
+    )
     tables = torch.zeros(len(needs), max(needs) + 2, dtype=torch.int32, device=device)
     for row, (blocks, length) in enumerate(zip(order, shape.contexts, strict=True)):
         tables[row, : len(blocks)] = blocks
         position = torch.arange(length, device=device)
         owners = blocks[position // size]
         offsets = position % size
-        kv = torch.randn(length, heads, layers, planes, dim, generator=luck, device=device)
+        kv = torch.randn(
+            length, heads, layers, planes, dim, generator=luck, device=device
+        )
         pool[owners, :, :, :, offsets] = kv.to(shape.dtype)
     # Queries are a slice of a packed projection, as the engine's are: rows with a gap between.
     width = shape.num_heads + 2 * heads
@@ -95,14 +99,18 @@ def attention_batch(shape: AttentionShape, device: str, seed: int = 0) -> Batch:
         q=packed.to(shape.dtype)[:, : shape.num_heads],
         pool=pool,
         block_tables=tables,
-        query_starts=torch.tensor([0, *shape.queries]).cumsum(0).to(device, torch.int32),
+        query_starts=torch.tensor([0, *shape.queries])
+        .cumsum(0)
+        .to(device, torch.int32),
         context_lens=torch.tensor(shape.contexts, dtype=torch.int32, device=device),
         scale=dim**-0.5,
         how=(shape.window, shape.softcap, sinks if shape.has_sinks else None),
     )
 
 
-def rotation_table(num_positions: int, head_dim: int, device: torch.device | str = "cpu") -> Tensor:
+def rotation_table(
+    num_positions: int, head_dim: int, device: torch.device | str = "cpu"
+) -> Tensor:
     """Return cosines, then sines, of rotary embeddings: `[num_positions, head_dim]` fp32."""
     inverse = 10_000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
     angle = torch.arange(num_positions)[:, None] * inverse
@@ -131,7 +139,12 @@ def check_fp8_pool(shape: AttentionShape, device: str, *, ordered: bool = False)
         call = (pool, LAYER, case.block_tables)
         found += [
             paged_decode_attention(
-                case.q[last], *call, case.context_lens, case.scale, *case.how, ordered=ordered
+                case.q[last],
+                *call,
+                case.context_lens,
+                case.scale,
+                *case.how,
+                ordered=ordered,
             ),
             paged_prefill_attention(
                 case.q,
@@ -182,7 +195,9 @@ def check_decode_alone(shape: AttentionShape, device: str) -> str:
         )
 
     batched = attended(slice(None), tables)
-    assert_equal_bits(attended(slice(None), torch.cat([tables, tables, tables], dim=1)), batched)
+    assert_equal_bits(
+        attended(slice(None), torch.cat([tables, tables, tables], dim=1)), batched
+    )
     for i in range(len(lens)):
         one = slice(i, i + 1)
         assert_equal_bits(attended(one, tables), batched[one])
@@ -211,7 +226,9 @@ def check_prefill(shape: AttentionShape, device: str, *, ordered: bool = False) 
     )
 
 
-def check_prefill_chunks(shape: AttentionShape, device: str, *, ordered: bool = False) -> str:
+def check_prefill_chunks(
+    shape: AttentionShape, device: str, *, ordered: bool = False
+) -> str:
     """Prompts cut into chunks, one sequence at a time, give the bits of the whole batch at once."""
     from baton.kernels.cuda.prefill_attention import paged_prefill_attention
 
@@ -228,12 +245,16 @@ def check_prefill_chunks(shape: AttentionShape, device: str, *, ordered: bool = 
         ordered=ordered,
     )
     start = 0
-    for i, (length, count) in enumerate(zip(shape.contexts, shape.queries, strict=True)):
+    for i, (length, count) in enumerate(
+        zip(shape.contexts, shape.queries, strict=True)
+    ):
         cut = count // 3
         for first, last in ((0, cut), (cut, count)):
             chunk = slice(start + first, start + last)
             starts = torch.tensor([0, last - first], dtype=torch.int32, device=device)
-            seen = torch.tensor([length - count + last], dtype=torch.int32, device=device)
+            seen = torch.tensor(
+                [length - count + last], dtype=torch.int32, device=device
+            )
             part = paged_prefill_attention(
                 case.q[chunk],
                 case.pool,
@@ -270,7 +291,9 @@ def check_decode_as_prefill(shape: AttentionShape, device: str, every: int) -> s
     rows = []
     owners = []
     lens = []
-    for i, (length, count) in enumerate(zip(shape.contexts, shape.queries, strict=True)):
+    for i, (length, count) in enumerate(
+        zip(shape.contexts, shape.queries, strict=True)
+    ):
         for token in range(count - 1, -1, -every):
             rows.append(sum(shape.queries[:i]) + token)
             owners.append(i)
@@ -303,23 +326,39 @@ def check_latent(shape: AttentionShape, device: str, rotated: int, every: int) -
         rows: slice, tables: Tensor, starts: Sequence[int], lens: Sequence[int]
     ) -> Tensor:
         first, seen = (
-            torch.tensor(one, dtype=torch.int32, device=device) for one in (starts, lens)
+            torch.tensor(one, dtype=torch.int32, device=device)
+            for one in (starts, lens)
         )
-        return latent_prefill_attention(case.q[rows], case.pool, LAYER, tables, first, seen, *tail)
+        return latent_prefill_attention(
+            case.q[rows], case.pool, LAYER, tables, first, seen, *tail
+        )
 
-    def decoded(rows: Sequence[int], owners: Sequence[int], lens: Sequence[int]) -> Tensor:
+    def decoded(
+        rows: Sequence[int], owners: Sequence[int], lens: Sequence[int]
+    ) -> Tensor:
         tables = case.block_tables[list(owners)]
         numbers = torch.tensor(lens, dtype=torch.int32)
         q = case.q[list(rows)]
-        return latent_decode_attention(q, case.pool, LAYER, tables, numbers.to(device), *tail)
+        return latent_decode_attention(
+            q, case.pool, LAYER, tables, numbers.to(device), *tail
+        )
 
     starts = case.query_starts.tolist()
     whole = prefilled(slice(None), case.block_tables, starts, shape.contexts)
-    call = (case.q, case.pool, LAYER, case.block_tables, case.query_starts, case.context_lens)
+    call = (
+        case.q,
+        case.pool,
+        LAYER,
+        case.block_tables,
+        case.query_starts,
+        case.context_lens,
+    )
     expected = reference.paged_prefill_attention(*call, case.scale)
     assert_close(whole, expected[..., :-rotated].contiguous())
     singles: list[tuple[int, int, int]] = []
-    for i, (length, count) in enumerate(zip(shape.contexts, shape.queries, strict=True)):
+    for i, (length, count) in enumerate(
+        zip(shape.contexts, shape.queries, strict=True)
+    ):
         cut = count // 3
         for first, last in ((0, cut), (cut, count)):
             chunk = slice(starts[i] + first, starts[i] + last)
@@ -328,12 +367,15 @@ def check_latent(shape: AttentionShape, device: str, rotated: int, every: int) -
             part = prefilled(chunk, tables, (0, last - first), (seen,))
             assert_equal_bits(part, whole[chunk])
         tokens = range(count - 1, -1, -every)
-        singles += [(starts[i] + token, i, length - count + token + 1) for token in tokens]
+        singles += [
+            (starts[i] + token, i, length - count + token + 1) for token in tokens
+        ]
     rows, owners, lens = zip(*singles, (0, 0, 0), strict=True)
     together = decoded(rows, owners, lens)
     assert_equal_bits(together[:-1], whole[list(rows[:-1])])
     assert not together[-1].any(), "the row of padding"
-    with patch("baton.kernels.cuda.latent_attention.WORKSPACE", 0):  # one sequence at a time
+    # One sequence at a time.
+    with patch("baton.kernels.cuda.latent_attention.WORKSPACE", 0):
         return assert_equal_bits(decoded(rows, owners, lens), together)
 
 
@@ -353,12 +395,16 @@ def check_sparse(
     from baton.kernels.cuda.sparse_attention import choose_keys
 
     case = attention_batch(shape, device)
-    scored = dataclasses.replace(shape, num_heads=index.num_heads, head_dim=index.head_dim)
+    scored = dataclasses.replace(
+        shape, num_heads=index.num_heads, head_dim=index.head_dim
+    )
     own = attention_batch(scored, device)  # its keys lie in the same blocks
     weights = torch.randn(len(own.q), index.num_heads, device=device)
     counts = torch.tensor(shape.queries, device=device)
     sequences = torch.arange(len(counts), device=device).repeat_interleave(counts).int()
-    last = case.query_starts[1:][sequences] - 1 - torch.arange(len(own.q), device=device)
+    last = (
+        case.query_starts[1:][sequences] - 1 - torch.arange(len(own.q), device=device)
+    )
     num_seen = (case.context_lens[sequences] - last).int()
 
     def chosen(rows: Tensor, weights: Tensor, q: Tensor = own.q) -> Tensor:
@@ -376,7 +422,14 @@ def check_sparse(
     def attended(rows: Tensor, slots: Tensor) -> Tensor:
         seen = num_seen[rows].clamp(max=index.num_chosen)
         return latent_decode_attention(
-            case.q[rows], case.pool, LAYER, slots, seen, case.scale, rotated, of_slots=True
+            case.q[rows],
+            case.pool,
+            LAYER,
+            slots,
+            seen,
+            case.scale,
+            rotated,
+            of_slots=True,
         )
 
     rows = torch.arange(len(own.q), device=device)
@@ -396,7 +449,9 @@ def check_sparse(
     assert_close(whole, expected[..., :-rotated].contiguous())
     equal = chosen(rows, -weights.abs(), torch.zeros_like(own.q))
     for mask in _seen_by(own, equal, torch.zeros_like(weights), index.num_chosen):
-        assert mask[:, : index.num_chosen].sum() == mask.sum(), "of equal keys, the first ones"
+        assert mask[:, : index.num_chosen].sum() == mask.sum(), (
+            "of equal keys, the first ones"
+        )
     some = rows.flip(0)[::every]
     with (
         patch("baton.kernels.cuda.sparse_attention.WORKSPACE", 0),  # a token at a time
@@ -406,7 +461,9 @@ def check_sparse(
     return assert_equal_bits(again, whole[some])
 
 
-def _seen_by(case: Batch, slots: Tensor, weights: Tensor, num_chosen: int) -> list[Tensor]:
+def _seen_by(
+    case: Batch, slots: Tensor, weights: Tensor, num_chosen: int
+) -> list[Tensor]:
     """Return by sequence which keys each query sees, which are known to be among the best."""
     from baton.kernels import sparse_reference
 
@@ -415,7 +472,9 @@ def _seen_by(case: Batch, slots: Tensor, weights: Tensor, num_chosen: int) -> li
     starts = case.query_starts.tolist()
     for i, length in enumerate(case.context_lens.tolist()):
         rows = slice(starts[i], starts[i + 1])
-        keys = sparse_reference.paged_keys(case.pool, LAYER, case.block_tables[i], length)
+        keys = sparse_reference.paged_keys(
+            case.pool, LAYER, case.block_tables[i], length
+        )
         scores = sparse_reference.index_scores(case.q[rows], weights[rows], keys)
         best = sparse_reference.chosen_keys(scores, num_chosen)
         places = torch.arange(length, device=slots.device)
@@ -459,7 +518,9 @@ def check_turn_store(shape: AttentionShape, device: str, rotated: int) -> str:
     )
     got = latent_attention.turn_and_store(x, positions, cos_sin, ours, LAYER, slots)
     assert_close(ours, theirs)
-    assert torch.equal(ours.isnan(), theirs.isnan()), "a slot that was not named was written"
+    assert torch.equal(ours.isnan(), theirs.isnan()), (
+        "a slot that was not named was written"
+    )
     return assert_close(got, expected)
 
 
@@ -472,16 +533,22 @@ def check_rope_store(shape: AttentionShape, device: str, *, qk_norm: bool) -> st
     num_tokens = sum(shape.queries)
     dim = shape.head_dim
     kv_heads = shape.kv_heads
-    packed = torch.randn(num_tokens, shape.num_heads + 2 * kv_heads, dim, generator=generator)
+    packed = torch.randn(
+        num_tokens, shape.num_heads + 2 * kv_heads, dim, generator=generator
+    )
     sizes = [shape.num_heads, kv_heads, kv_heads]
     q, k, v = torch.split(packed.to(device, shape.dtype), sizes, dim=1)
     positions = torch.randint(0, 500, (num_tokens,), generator=generator).to(device)
     cos_sin = rotation_table(500, dim, device)
     num_blocks = -(-num_tokens // shape.block_size) + 1
     pool = torch.full(
-        (num_blocks, kv_heads, LAYERS, 2, shape.block_size, dim), float("nan"), dtype=shape.dtype
+        (num_blocks, kv_heads, LAYERS, 2, shape.block_size, dim),
+        float("nan"),
+        dtype=shape.dtype,
     ).to(device)
-    slots = torch.randperm(num_blocks * shape.block_size, generator=generator)[:num_tokens]
+    slots = torch.randperm(num_blocks * shape.block_size, generator=generator)[
+        :num_tokens
+    ]
     slots[1::4] = -1
     slots = slots.to(device, torch.int64)
     norms: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -492,26 +559,40 @@ def check_rope_store(shape: AttentionShape, device: str, *, qk_norm: bool) -> st
     theirs = pool.clone()
     tail = (LAYER, slots, *norms, 1e-5)
     got = pool_writes.rope_and_store(q, k, v, positions, cos_sin, ours, *tail)
-    found = assert_close(got, reference.rope_and_store(q, k, v, positions, cos_sin, theirs, *tail))
+    found = assert_close(
+        got, reference.rope_and_store(q, k, v, positions, cos_sin, theirs, *tail)
+    )
     assert_close(ours, theirs)
-    assert torch.equal(ours.isnan(), theirs.isnan()), "a slot that was not named was written"
+    assert torch.equal(ours.isnan(), theirs.isnan()), (
+        "a slot that was not named was written"
+    )
     assert_equal_bits(ours[:, :, LAYER, 1], theirs[:, :, LAYER, 1])  # values are copied
     narrow, _ = in_fp8(torch.zeros_like(pool))
-    assert_equal_bits(pool_writes.rope_and_store(q, k, v, positions, cos_sin, narrow, *tail), got)
+    assert_equal_bits(
+        pool_writes.rope_and_store(q, k, v, positions, cos_sin, narrow, *tail), got
+    )
     codes, exponents = reference.to_fp8(ours.nan_to_num(0.0))
-    for part, wanted in zip(reference.fp8_parts(narrow), (codes, exponents), strict=True):
+    for part, wanted in zip(
+        reference.fp8_parts(narrow), (codes, exponents), strict=True
+    ):
         assert torch.equal(part, wanted)
     return found
 
 
-def check_add_rms_norm(hidden: int, dtype: torch.dtype, device: str, *, residual: bool) -> str:
+def check_add_rms_norm(
+    hidden: int, dtype: torch.dtype, device: str, *, residual: bool
+) -> str:
     """Rows with a gap between, and the rounded sum as the new residual."""
     from baton.kernels import reference
     from baton.kernels.cuda import rows as row_kernels
 
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(5, 2 * hidden, generator=generator).to(device, dtype)[:, :hidden]
-    stream = torch.randn(5, hidden, generator=generator).to(device, dtype) if residual else None
+    stream = (
+        torch.randn(5, hidden, generator=generator).to(device, dtype)
+        if residual
+        else None
+    )
     weight = torch.randn(hidden, generator=generator).to(device, dtype)
     got = row_kernels.add_rms_norm(x, stream, weight, 1e-5)
     expected = reference.add_rms_norm(x, stream, weight, 1e-5)
@@ -521,18 +602,27 @@ def check_add_rms_norm(hidden: int, dtype: torch.dtype, device: str, *, residual
     return assert_close(got[0], expected[0])
 
 
-def check_gate_mul(features: int, dtype: torch.dtype, device: str, gate: Gate = SILU) -> str:
+def check_gate_mul(
+    features: int, dtype: torch.dtype, device: str, gate: Gate = SILU
+) -> str:
     """Feature counts that do and do not fill a tile."""
     from baton.kernels import reference
     from baton.kernels.cuda import rows as row_kernels
 
     generator = torch.Generator().manual_seed(3)
     gate_up = 4 * torch.randn(3, 2 * features, generator=generator).to(device, dtype)
-    return assert_close(row_kernels.gate_mul(gate_up, gate), reference.gate_mul(gate_up, gate))
+    return assert_close(
+        row_kernels.gate_mul(gate_up, gate), reference.gate_mul(gate_up, gate)
+    )
 
 
 def check_fixed_product(
-    rows: int, inner: int, columns: int, dtype: torch.dtype, device: str, programs: int = 128
+    rows: int,
+    inner: int,
+    columns: int,
+    dtype: torch.dtype,
+    device: str,
+    programs: int = 128,
 ) -> str:
     """Sizes that fill no tile, a gap between rows, and the bits of some rows computed alone.
 
@@ -543,7 +633,9 @@ def check_fixed_product(
 
     generator = torch.Generator().manual_seed(6)
     x = torch.randn(rows, 2 * inner, generator=generator).to(device, dtype)[:, :inner]
-    weight = (torch.randn(columns, inner, generator=generator) / inner**0.5).to(device, dtype)
+    weight = (torch.randn(columns, inner, generator=generator) / inner**0.5).to(
+        device, dtype
+    )
     with patch.object(module, "PROGRAMS", programs):
         whole = module.fixed_product(x, weight)
         for first, count in ((0, 1), (rows // 2, 2), (rows - 9, 9)):
@@ -553,7 +645,13 @@ def check_fixed_product(
 
 
 def check_narrow_product(
-    rows: int, inner: int, columns: int, group: int, device: str, *, is_fp8: bool = False
+    rows: int,
+    inner: int,
+    columns: int,
+    group: int,
+    device: str,
+    *,
+    is_fp8: bool = False,
 ) -> str:
     """Sizes that fill no tile, and the bits of some rows computed alone."""
     from baton.kernels import reference
@@ -568,7 +666,8 @@ def check_narrow_product(
     if is_fp8:  # any but NaN, those below its least normal number, too
         codes = torch.randint(255, codes.shape, dtype=torch.uint8, generator=generator)
         codes = codes.where(codes != 127, 0).view(torch.float8_e4m3fn)
-        zeros, scales = torch.zeros_like(zeros), scales / 16  # as the numbers are larger
+        # As the numbers are larger.
+        zeros, scales = torch.zeros_like(zeros), scales / 16
     of = torch.arange(inner) // group
     weight = ((codes.float() - zeros[:, of]) * scales[:, of]).to(device, torch.bfloat16)
     narrow = NarrowWeight(codes, scales, zeros, group)
@@ -601,7 +700,9 @@ def check_grouped_product(
     biases = torch.randn(len(counts), columns, generator=generator).to(device, dtype)
     for own in (None, biases):
         whole = grouped_product(x, weight, ends(numbers), own)
-        found = assert_close(whole, reference.grouped_product(x, weight, ends(numbers), own))
+        found = assert_close(
+            whole, reference.grouped_product(x, weight, ends(numbers), own)
+        )
     expert_of = torch.arange(len(counts)).repeat_interleave(numbers)
     for kept in (torch.arange(rows) % 3 == 1, torch.arange(rows) == rows // 2):
         left = torch.bincount(expert_of[kept], minlength=len(counts))
@@ -610,7 +711,9 @@ def check_grouped_product(
     return found
 
 
-def check_add_experts(tokens: int, top_k: int, hidden: int, dtype: torch.dtype, dev: str) -> str:
+def check_add_experts(
+    tokens: int, top_k: int, hidden: int, dtype: torch.dtype, dev: str
+) -> str:
     from baton.kernels import reference
     from baton.kernels.cuda import grouped_product
 
@@ -628,7 +731,9 @@ def check_on_warps(shape: AttentionShape, device: str) -> str:
 
     with patch.object(paged, "tilings_of", lambda _: paged.WARPS):
         check_decode_as_prefill(shape, device, 9)
-        return check_prefill(dataclasses.replace(shape, contexts=(70, 5), queries=(40, 5)), device)
+        return check_prefill(
+            dataclasses.replace(shape, contexts=(70, 5), queries=(40, 5)), device
+        )
 
 
 def check_block_copy(numel: int, dtype: torch.dtype, device: str) -> str:
@@ -636,7 +741,9 @@ def check_block_copy(numel: int, dtype: torch.dtype, device: str) -> str:
     from baton.kernels.cuda.pool_writes import move_blocks
 
     generator = torch.Generator().manual_seed(4)
-    bits = torch.randint(-(2**31), 2**31 - 1, (7, numel), generator=generator, dtype=torch.int32)
+    bits = torch.randint(
+        -(2**31), 2**31 - 1, (7, numel), generator=generator, dtype=torch.int32
+    )
     pool = bits.to(device).view(dtype)
     ids = torch.tensor([5, 0, 3], dtype=torch.int32, device=device)
     places = torch.tensor([2, 6, 1], dtype=torch.int32, device=device)
@@ -653,7 +760,9 @@ def check_block_sums(numel: int, device: str) -> str:
     from baton.kernels.cuda.pool_writes import sum_blocks
 
     generator = torch.Generator().manual_seed(5)
-    bits = torch.randint(-(2**31), 2**31 - 1, (4, numel), generator=generator, dtype=torch.int32)
+    bits = torch.randint(
+        -(2**31), 2**31 - 1, (4, numel), generator=generator, dtype=torch.int32
+    )
     bits[3] = 0
     ids = torch.tensor([2, 0, 3, 2], dtype=torch.int32, device=device)
     sums = sum_blocks(bits.to(device), ids)
@@ -681,7 +790,9 @@ def assert_equal_bits(left: Tensor, right: Tensor) -> str:
     """Equal to the last bit, NaN payloads included."""
     words = torch.int16 if left.element_size() == 2 else torch.int32
     difference = left.contiguous().view(words) != right.contiguous().view(words)
-    assert not difference.any(), f"{int(difference.sum())} of {left.numel()} values differ"
+    assert not difference.any(), (
+        f"{int(difference.sum())} of {left.numel()} values differ"
+    )
     return f"{left.numel()} values bit-equal"
 
 
@@ -690,7 +801,9 @@ FILTERS = tuple(
 )  # temperature, top_k, min_p, top_p
 
 
-def check_sampling(vocab: int, spread: float, dtype: torch.dtype, device: str, every: int) -> str:
+def check_sampling(
+    vocab: int, spread: float, dtype: torch.dtype, device: str, every: int
+) -> str:
     """Every n-th combination of filters draws what torch draws.
 
     bf16 gives equal logits, and a third of its rows have others, which it would round. Some tokens
@@ -698,7 +811,9 @@ def check_sampling(vocab: int, spread: float, dtype: torch.dtype, device: str, e
     ids lie anywhere in a row.
     """
     rows = [
-        SampleRow(Sampling(number - 9, 9, 0, heat, k, top_p, min_p), number % 5, number, 5)
+        SampleRow(
+            Sampling(number - 9, 9, 0, heat, k, top_p, min_p), number % 5, number, 5
+        )
         for number, (heat, k, min_p, top_p) in enumerate(FILTERS)
     ][::every]
     generator = torch.Generator().manual_seed(5)
@@ -713,7 +828,9 @@ def check_sampling(vocab: int, spread: float, dtype: torch.dtype, device: str, e
     seen = logits.float()
     changed = None
     if dtype == torch.bfloat16:
-        numbers = torch.tensor([[-(number % 3), 0] for number in range(len(rows))]).to(torch.int32)
+        numbers = torch.tensor([[-(number % 3), 0] for number in range(len(rows))]).to(
+            torch.int32
+        )
         near = 1.0 + torch.randn(len(rows), vocab, generator=generator) / 1000
         changed = near.to(device), numbers.to(device)
         seen = torch.where(numbers[:, :1] >= 0, near, seen)
@@ -763,9 +880,13 @@ def check_penalties(vocab: int, dtype: torch.dtype, device: str) -> str:
     counted = [(2, 0), (-1, 0), (0, 1), (-1, 1), (2, 0), (3, 1), (4, 1)]
     rows = torch.tensor(counted, dtype=torch.int32)
     token_ids = torch.tensor([3, 4, 45, 2, 6, vocab - 1, 9])
-    logits = (torch.randn(len(rows), vocab + 2, generator=luck) * 5).to(dtype)[:, :vocab]
+    logits = (torch.randn(len(rows), vocab + 2, generator=luck) * 5).to(dtype)[
+        :, :vocab
+    ]
     counts = words.clone()
-    expected = reference.penalize_counted(logits, counts, factors, biases, rows, token_ids)
+    expected = reference.penalize_counted(
+        logits, counts, factors, biases, rows, token_ids
+    )
     has_row = rows[:, 0] >= 0
     assert not torch.equal(expected[has_row], logits[has_row].float())
     tables = [one.to(device) for one in (words, factors, biases, rows, token_ids)]
@@ -776,7 +897,10 @@ def check_penalties(vocab: int, dtype: torch.dtype, device: str) -> str:
 
 
 def drawn(
-    logits: Tensor, rows: list[SampleRow], held_back: Tensor, changed: tuple[Tensor, Tensor] | None
+    logits: Tensor,
+    rows: list[SampleRow],
+    held_back: Tensor,
+    changed: tuple[Tensor, Tensor] | None,
 ) -> list[int]:
     from baton.kernels.cuda.sampling import sample_tokens
 

@@ -46,9 +46,15 @@ class Kernels:
         for decode in cases.decode:
             measure(Measured(decode.key, decode.unit), partial(self.decode, decode))
         for prefill in cases.prefill:
-            measure(Measured(prefill.key, prefill.unit), partial(self.prefill, prefill), 10.0)
+            measure(
+                Measured(prefill.key, prefill.unit),
+                partial(self.prefill, prefill),
+                10.0,
+            )
         for sampling in cases.sampling:
-            measure(Measured(sampling.key, sampling.unit), partial(self.sample, sampling))
+            measure(
+                Measured(sampling.key, sampling.unit), partial(self.sample, sampling)
+            )
 
     def decode(self, case: DecodeCase) -> Measured:
         num_heads, kv_heads, head_dim = self.cases.heads
@@ -56,7 +62,9 @@ class Kernels:
         total = sum(case.contexts)
         needs = total * token_bytes * case.num_layers
         if needs > 0.8 * self.desk.watch.free_bytes():
-            return Measured(case.key, case.unit, note=f"needs {needs >> 30} GiB of free memory")
+            return Measured(
+                case.key, case.unit, note=f"needs {needs >> 30} GiB of free memory"
+            )
         batch = self._batch(
             case.contexts, (1,) * len(case.contexts), case.block_size, case.num_layers
         )
@@ -67,17 +75,31 @@ class Kernels:
         return Measured(case.key, case.unit, work, timing)
 
     def _batch(
-        self, contexts: tuple[int, ...], queries: tuple[int, ...], block_size: int, layers: int
+        self,
+        contexts: tuple[int, ...],
+        queries: tuple[int, ...],
+        block_size: int,
+        layers: int,
     ) -> Batch:
         shape = AttentionShape(
-            contexts, queries, *self.cases.heads, block_size, torch.bfloat16, num_layers=layers
+            contexts,
+            queries,
+            *self.cases.heads,
+            block_size,
+            torch.bfloat16,
+            num_layers=layers,
         )
         return attention_batch(shape, self.desk.device.type)
 
     @staticmethod
     def _decode_call(batch: Batch, layer: int) -> Call:
         return lambda: paged_decode_attention(
-            batch.q, batch.pool, layer, batch.block_tables, batch.context_lens, batch.scale
+            batch.q,
+            batch.pool,
+            layer,
+            batch.block_tables,
+            batch.context_lens,
+            batch.scale,
         )
 
     def prefill(self, case: PrefillCase) -> Measured:
@@ -88,8 +110,12 @@ class Kernels:
             causal_flops(tokens, num_heads * head_dim),
         )
         batch = self._batch((tokens,), (tokens,), 16, 2)
-        ours = self.desk.watch.kernels([self._prefill_call(batch, layer) for layer in range(2)])
-        blank = Measured(case.key.replace("prefill attention", "torch SDPA"), case.unit, work)
+        ours = self.desk.watch.kernels(
+            [self._prefill_call(batch, layer) for layer in range(2)]
+        )
+        blank = Measured(
+            case.key.replace("prefill attention", "torch SDPA"), case.unit, work
+        )
         self.desk.measure(blank, partial(self._sdpa, blank, tokens))
         return Measured(case.key, case.unit, work, ours)
 
@@ -113,16 +139,31 @@ class Kernels:
     def _sdpa_call(self, tokens: int) -> Call:
         num_heads, kv_heads, head_dim = self.cases.heads
         q, k, v = (
-            torch.randn(1, count, tokens, head_dim, device=self.desk.device, dtype=torch.bfloat16)
+            torch.randn(
+                1,
+                count,
+                tokens,
+                head_dim,
+                device=self.desk.device,
+                dtype=torch.bfloat16,
+            )
             for count in (num_heads, kv_heads, kv_heads)
         )
-        return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return lambda: F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=True
+        )
 
     def sample(self, case: SamplingCase) -> Measured:
         """Measure the device's sampler as a step has it: the ids stay on the device."""
         rows = [
             SampleRow(
-                Sampling(seed, 8, temperature=case.temperature, top_k=case.top_k, top_p=case.top_p),
+                Sampling(
+                    seed,
+                    8,
+                    temperature=case.temperature,
+                    top_k=case.top_k,
+                    top_p=case.top_p,
+                ),
                 0,
                 100,
                 0,
@@ -134,7 +175,8 @@ class Kernels:
         calls = [
             partial(
                 sample_tokens,
-                case.spread * torch.randn(shape, dtype=torch.bfloat16, device=self.desk.device),
+                case.spread
+                * torch.randn(shape, dtype=torch.bfloat16, device=self.desk.device),
                 samples.ints,
                 samples.reals,
                 samples.held_back,
@@ -142,4 +184,6 @@ class Kernels:
             for _ in range(2)
         ]
         timing = self.desk.watch.kernels(calls)
-        return Measured(case.key, case.unit, Work(VALUE_BYTES * shape[0] * shape[1]), timing)
+        return Measured(
+            case.key, case.unit, Work(VALUE_BYTES * shape[0] * shape[1]), timing
+        )

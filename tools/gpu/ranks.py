@@ -56,7 +56,10 @@ def _tokens(device: torch.device) -> Check:
     """
     is_cpu = device.type == "cpu"
     found = []
-    prompts = [[3 + (7 * i + 11 * salt) % 600 for i in range(9 + 40 * salt)] for salt in range(3)]
+    prompts = [
+        [3 + (7 * i + 11 * salt) % 600 for i in range(9 + 40 * salt)]
+        for salt in range(3)
+    ]
     params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, logprobs=0)
     with tempfile.TemporaryDirectory(prefix="baton-gpu-") as scratch:
         folder = Path(scratch) / "model"
@@ -77,7 +80,8 @@ def _tokens(device: torch.device) -> Check:
     pairs = list(zip(*found, strict=True))
     num_equal = sum(one.token_ids == two.token_ids for one, two in pairs)
     apart = max(
-        abs((one.cumulative_logprob or 0.0) - (two.cumulative_logprob or 0.0)) for one, two in pairs
+        abs((one.cumulative_logprob or 0.0) - (two.cumulative_logprob or 0.0))
+        for one, two in pairs
     )
     text = f"{num_equal} of {len(pairs)} answers, log probabilities within {apart:.1e}"
     return Check(TOKENS, num_equal == len(pairs) and apart <= LARGEST_GAP, text)
@@ -123,11 +127,15 @@ def main() -> None:
     watch = Stopwatch(device)
     said = Said([], {})
     for name, num_bytes in SIZES.items():
-        values = torch.arange(num_bytes // 2, device=device).remainder(64).to(torch.bfloat16)
+        values = (
+            torch.arange(num_bytes // 2, device=device).remainder(64).to(torch.bfloat16)
+        )
         expected = 3 * values
         if not torch.equal(ranks.all_reduce(values * (rank + 1)), expected):
             said.wrong.append(f"{name}, eager")
-        if kind == "cuda" and not torch.equal(_replayed(ranks, values * (rank + 1)), expected):
+        if kind == "cuda" and not torch.equal(
+            _replayed(ranks, values * (rank + 1)), expected
+        ):
             said.wrong.append(f"{name}, replayed")
         zeros = torch.zeros(20, len(values), dtype=values.dtype, device=device)
         said.timings[name] = watch.wall(partial(_sums, ranks, zeros), calls=len(zeros))

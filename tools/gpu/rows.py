@@ -121,7 +121,10 @@ class Section(msgspec.Struct):
         failed = [row.key for row in self.rows if row.error]
         failed += [check.key for check in self.checks if check.has_failed]
         if failed:
-            self.state, self.reason = "failed", f"{len(failed)} of its cases: {failed[0]}"
+            self.state, self.reason = (
+                "failed",
+                f"{len(failed)} of its cases: {failed[0]}",
+            )
         elif unreached:
             self.state = "cut short"
             self.reason = f"no time for {len(unreached)} of its cases: {unreached[0]}"
@@ -144,18 +147,25 @@ def row_of(measured: Measured, floors: Floors | None) -> Row:
     timing = measured.timing
     if timing is None:
         return Row(
-            measured.key, measured.unit, measured.value, note=measured.note, error=measured.error
+            measured.key,
+            measured.unit,
+            measured.value,
+            note=measured.note,
+            error=measured.error,
         )
     floor_s = None if floors is None else floors.seconds(measured.work)
     value, low, high = (
         _value(measured, seconds, floor_s)
         for seconds in (timing.median_s, timing.low_s, timing.high_s)
     )
-    if low is not None and high is not None and low > high:  # the longest time, the least rate
+    # The longest time, the least rate.
+    if low is not None and high is not None and low > high:
         low, high = high, low
     share = floor_s / timing.median_s if floor_s else None
     host_us = None if timing.host_s is None else 1e6 * timing.host_s
-    return Row(measured.key, measured.unit, value, low, high, share, host_us, measured.note)
+    return Row(
+        measured.key, measured.unit, value, low, high, share, host_us, measured.note
+    )
 
 
 def _value(measured: Measured, seconds: float, floor_s: float | None) -> float | None:
@@ -188,7 +198,9 @@ def markdown(section: Section) -> str:
         ]
     if section.checks:
         lines += ["| check | | detail |", "|---|---|---|"]
-        lines += [f"| {c.key} | {_mark(c)} | {_cell(c.detail)} |" for c in section.checks]
+        lines += [
+            f"| {c.key} | {_mark(c)} | {_cell(c.detail)} |" for c in section.checks
+        ]
         lines.append("")
     lines += [f"- {note}" for note in section.notes]
     lines += [f"- {section.wall_s:.0f} s of a budget of {section.budget_s:.0f} s", ""]
@@ -200,8 +212,12 @@ def heading(report: GpuReport) -> str:
     lines = [f"# GPU benchmark, {report.provenance.created_at}", ""]
     lines.append(f"baton {report.provenance.revision}.")
     machine = report.provenance.machine
-    versions = ", ".join(f"{name} {at}" for name, at in report.provenance.versions.items())
-    lines.append(f"{'; '.join(machine.gpus) or 'no GPU'}; {machine.system}, {versions},")
+    versions = ", ".join(
+        f"{name} {at}" for name, at in report.provenance.versions.items()
+    )
+    lines.append(
+        f"{'; '.join(machine.gpus) or 'no GPU'}; {machine.system}, {versions},"
+    )
     lines.append(f"{machine.num_cpus} CPUs of {machine.cpu_model}.")
     if report.floors is not None:
         lines.append(
@@ -274,7 +290,9 @@ CLAIMS = (
     Claim("invariance per weight shape", r"rows keep their bits.*"),
     Claim("decode ms, eager", rows=r".* decode b\d+ ctx .*, eager"),
     Claim("decode ms, graph", rows=r".* decode b\d+ ctx .*, graph"),
-    Claim("decode ms, served by the loop", rows=r"(?!idle share).* decode b\d+ ctx \w+"),
+    Claim(
+        "decode ms, served by the loop", rows=r"(?!idle share).* decode b\d+ ctx \w+"
+    ),
     Claim("prefill ms", rows=r".* prefill \w+( in chunks of \d+|, graph)?"),
     Claim("prefill attention and SDPA", rows=r"(prefill attention|torch SDPA) .*"),
     Claim("sampler", rows=r"sampling .*"),
@@ -299,7 +317,11 @@ def last_lines(report: GpuReport) -> list[str]:
 
 
 def _claim_line(claim: Claim, checks: Sequence[Check], rows: Sequence[Row]) -> str:
-    own = [check for check in checks if claim.checks and re.fullmatch(claim.checks, check.key)]
+    own = [
+        check
+        for check in checks
+        if claim.checks and re.fullmatch(claim.checks, check.key)
+    ]
     shown = [row for row in rows if claim.rows and re.fullmatch(claim.rows, row.key)]
     failed = [check.key for check in own if check.has_failed]
     failed += [row.key for row in shown if row.error]

@@ -38,7 +38,9 @@ class Desk:
         self.emit(Unreached(key))
         return False
 
-    def measure(self, blank: Measured, work: Callable[[], Measured], needs_s: float = 5.0) -> None:
+    def measure(
+        self, blank: Measured, work: Callable[[], Measured], needs_s: float = 5.0
+    ) -> None:
         """Report the measurement of `work`, or its error, under the key of `blank`."""
         if not self.has_time(blank.key, needs_s):
             return

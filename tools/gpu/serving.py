@@ -57,22 +57,31 @@ def run(
     """Report capture, checks and rows of the decode cases and prompts of one model and pool."""
     name = cases[0].shape.name
     largest = max(case.batch for case in cases)
-    desk.check(f"{CAPTURE} of {name}", partial(capture, desk, runner, name, largest), 10.0)
+    desk.check(
+        f"{CAPTURE} of {name}", partial(capture, desk, runner, name, largest), 10.0
+    )
     for case in prompts:
         key = f"{case.key}, graph"
-        desk.check(f"{GRAPH_IS_EAGER}, {case.key}", partial(graph_is_eager, runner, case))
+        desk.check(
+            f"{GRAPH_IS_EAGER}, {case.key}", partial(graph_is_eager, runner, case)
+        )
         desk.measure(Measured(key, "ms"), partial(prefill, runner, case, key, rounds))
     for case in cases:
-        desk.check(f"{GRAPH_IS_EAGER}, {case.key}", partial(graph_is_eager, runner, case))
+        desk.check(
+            f"{GRAPH_IS_EAGER}, {case.key}", partial(graph_is_eager, runner, case)
+        )
         desk.check(f"{WAITS}, {case.key}", partial(waits, desk, runner, case))
         key = f"{case.key}, graph"
         desk.measure(Measured(key, "ms"), partial(decode, runner, case, key, rounds))
-        desk.measure(Measured(case.key, "ms"), partial(served, desk, runner, case, rounds), 12.0)
+        desk.measure(
+            Measured(case.key, "ms"), partial(served, desk, runner, case, rounds), 12.0
+        )
 
 
 def capture(desk: Desk, runner: Runner, name: str, largest: int) -> Check:
     """Capture every bucket that a node would, and report the time and the memory that it takes."""
-    most_tokens = MAX_PROMPT if desk.device.type == "cuda" else 64  # others take minutes there
+    # Others take minutes there.
+    most_tokens = MAX_PROMPT if desk.device.type == "cuda" else 64
     buckets = buckets_up_to(largest, most_tokens)
     free = desk.watch.free_bytes()
     start_s = time.perf_counter()
@@ -83,7 +92,9 @@ def capture(desk: Desk, runner: Runner, name: str, largest: int) -> Check:
     key = f"{CAPTURE} of {name}"
     desk.emit(Measured(f"{key}, time", "s", value=took_s))
     desk.emit(Measured(f"{key}, memory", "GiB", value=taken))
-    return Check(key, True, f"{len(buckets)} buckets, decode steps up to {largest} rows")
+    return Check(
+        key, True, f"{len(buckets)} buckets, decode steps up to {largest} rows"
+    )
 
 
 def graph_is_eager(runner: Runner, case: StepCase) -> Check:
@@ -104,7 +115,9 @@ def graph_is_eager(runner: Runner, case: StepCase) -> Check:
             runner._graphs = graphs
         found.append((tokens, runner.cache.pool[last.to(runner.device)].clone()))
     (replayed, ours), (eager, theirs) = found
-    is_equal = replayed == eager and torch.equal(ours.view(torch.int16), theirs.view(torch.int16))
+    is_equal = replayed == eager and torch.equal(
+        ours.view(torch.int16), theirs.view(torch.int16)
+    )
     detail = "tokens, keys and values are equal" if is_equal else "they differ"
     return Check(f"{GRAPH_IS_EAGER}, {case.key}", is_equal, detail)
 
@@ -140,7 +153,9 @@ class CopiesToDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
         results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
-        from_host = any(tensor.device.type == "cpu" and tensor.dim() for tensor in tensors)
+        from_host = any(
+            tensor.device.type == "cpu" and tensor.dim() for tensor in tensors
+        )
         to_device = any(tensor.device.type == "cuda" for tensor in results)
         self.count += from_host and to_device
         return out
@@ -165,13 +180,18 @@ def stamps_of(runner: Runner, case: StepCase, num_steps: int) -> list[float]:
     launched: deque[StepPlan] = deque()
     while len(stamps) < num_steps:
         while len(launched) < MAX_LAUNCHED and (plan := scheduler.plan(0.0)):
-            is_full = len(plan.slices) == case.batch and all(p.length == 1 for p in plan.slices)
+            is_full = len(plan.slices) == case.batch and all(
+                p.length == 1 for p in plan.slices
+            )
             if is_full:
                 runner.launch(plan)
                 launched.append(plan)
-            else:  # prompts are admitted; the random pool serves as their keys and values
+            # Prompts are admitted; the random pool serves as their keys and values.
+            else:
                 assert not launched, "a sequence ended before it was measured"
-                tokens = tuple((FIRST_TOKEN,) * len(part.samples) for part in plan.slices)
+                tokens = tuple(
+                    (FIRST_TOKEN,) * len(part.samples) for part in plan.slices
+                )
                 scheduler.settle(0.0, plan, StepResult(plan.step_id, tokens, 0.0, 0.0))
         plan = launched.popleft()
         result = runner.collect()
@@ -192,7 +212,9 @@ def _scheduler(runner: Runner, case: StepCase, num_steps: int) -> DecodeSchedule
     length = max(1, case.context - num_output)
     scheduler = DecodeScheduler(
         BlockPool(len(runner.cache.pool), BLOCK_SIZE, cache_prefixes=False),
-        NodeLimits(case.batch * case.context, max(case.batch, 2), length + num_output + 1),
+        NodeLimits(
+            case.batch * case.context, max(case.batch, 2), length + num_output + 1
+        ),
     )
     sampling = Sampling(seed=0, max_tokens=num_output, temperature=0.0)
     for number in range(case.batch):
@@ -270,7 +292,9 @@ def prompt(context: int, chunk: int) -> list[StepPlan]:
     plans: list[StepPlan] = []
     for start in range(0, context, chunk):
         length = min(chunk, context - start)
-        tokens = tuple(3 + (7 * position) % 600 for position in range(start, start + length))
+        tokens = tuple(
+            3 + (7 * position) % 600 for position in range(start, start + length)
+        )
         is_last = start + length == context
         part = Slice(
             Key(RequestId("prompt")),
@@ -289,5 +313,7 @@ def prompt(context: int, chunk: int) -> list[StepPlan]:
 def _table(batch: int, number: int, context: int) -> tuple[int, ...]:
     """Return blocks that are scattered, as those of a pool that has been used for a while are."""
     per = -(-context // BLOCK_SIZE)
-    order = torch.randperm(batch * per, generator=torch.Generator().manual_seed(1)).tolist()
+    order = torch.randperm(
+        batch * per, generator=torch.Generator().manual_seed(1)
+    ).tolist()
     return tuple(order[number * per : (number + 1) * per])

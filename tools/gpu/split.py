@@ -71,8 +71,12 @@ def run(desk: Desk, folder: Path, plan: SplitPlan | None = None) -> None:
         model = Path(scratch) / "model"
         records = Path(scratch) / "records"
         write_model(model, plan.shape, desk.device)
-        aggregated = _arm(desk, plan, "aggregated", _settings(plan, model, "always"), folder)
-        split = _arm(desk, plan, "split", _settings(plan, model, "never", records), folder)
+        aggregated = _arm(
+            desk, plan, "aggregated", _settings(plan, model, "always"), folder
+        )
+        split = _arm(
+            desk, plan, "split", _settings(plan, model, "never", records), folder
+        )
         if aggregated is not None and split is not None:
             desk.emit(compare(plan, aggregated, split))
             _report_first_tokens(desk, plan, {"aggregated": aggregated, "split": split})
@@ -81,7 +85,9 @@ def run(desk: Desk, folder: Path, plan: SplitPlan | None = None) -> None:
             report_interference(desk, records)
 
 
-def _arm(desk: Desk, plan: SplitPlan, name: str, config: ClusterConfig, folder: Path) -> Arm | None:
+def _arm(
+    desk: Desk, plan: SplitPlan, name: str, config: ClusterConfig, folder: Path
+) -> Arm | None:
     """Return the arm's answers; None if it was not served, for a reason in the report."""
     key = f"{name} serving on this GPU" if plan.device == "cuda" else f"{name} serving"
     if not desk.has_time(key, START_S / 2):
@@ -89,12 +95,16 @@ def _arm(desk: Desk, plan: SplitPlan, name: str, config: ClusterConfig, folder: 
     # The log is written line by line: a node's last lines matter most when this process is ended.
     with (folder / f"nodes-{name}.log").open("w") as log:
         try:
-            arm = serve(plan, config, lambda node, line: print(node, line, file=log, flush=True))
+            arm = serve(
+                plan, config, lambda node, line: print(node, line, file=log, flush=True)
+            )
         except BatonError as error:
             desk.emit(Check(key, False, f"not served: {error.message[-250:]}"))
             return None
     wanted = "disaggregated" if name == "split" else "local_prefill"
-    desk.emit(Check(key, arm.paths == {wanted}, f"requests went the way {sorted(arm.paths)}"))
+    desk.emit(
+        Check(key, arm.paths == {wanted}, f"requests went the way {sorted(arm.paths)}")
+    )
     return arm
 
 
@@ -111,15 +121,21 @@ def serve(plan: SplitPlan, config: ClusterConfig, relay: RelayLine) -> Arm:
     with LLM(config.model.path, launcher=launch, **settings) as llm:
         for length in plan.prompts:
             found[length] = [
-                llm.generate(prompt, params, use_tqdm=False)[0] for prompt in prompts(plan, length)
+                llm.generate(prompt, params, use_tqdm=False)[0]
+                for prompt in prompts(plan, length)
             ]
         beside = prompts(plan, plan.prompts[0] + 1)
         limits = [plan.stream_tokens, *[1 + plan.num_tokens] * (len(beside) - 1)]
-        many = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in limits]
+        many = [
+            SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in limits
+        ]
         llm.generate(beside, many, use_tqdm=False)
     return Arm(
         {n: [output.outputs[0].token_ids for output in found[n]] for n in found},
-        {n: [output.metrics.time_to_first_token_s or 0.0 for output in found[n]] for n in found},
+        {
+            n: [output.metrics.time_to_first_token_s or 0.0 for output in found[n]]
+            for n in found
+        },
         {str(output.metrics.path) for outputs in found.values() for output in outputs},
     )
 
@@ -147,13 +163,17 @@ def compare(plan: SplitPlan, aggregated: Arm, split: Arm) -> Check:
     ]
     total = sum(len(answers) for answers in split.tokens.values())
     if different:
-        return Check(key, False, f"{len(different)} of {total} answers differ: {different[0]}")
+        return Check(
+            key, False, f"{len(different)} of {total} answers differ: {different[0]}"
+        )
     return Check(key, True, f"{total} answers of {plan.num_tokens} tokens are equal")
 
 
 def _first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int:
     pairs = zip(ours, theirs, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
+    return next(
+        (i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs))
+    )
 
 
 def _report_first_tokens(desk: Desk, plan: SplitPlan, arms: dict[str, Arm]) -> None:
@@ -226,7 +246,9 @@ def report_handovers(desk: Desk, plan: SplitPlan, found: Sequence[Handover]) -> 
         own = [one for one in found if _is_of(one, length * per_token, 16 * per_token)]
         counted = own[plan.warm_ups :][: plan.rounds]
         if not counted:
-            desk.emit(Measured(handover_key(length), "ms", error="no record of a hand-over"))
+            desk.emit(
+                Measured(handover_key(length), "ms", error="no record of a hand-over")
+            )
             continue
         num_bytes = counted[0].num_bytes
         exposed = statistics.median(one.exposed_ms for one in counted)
@@ -260,7 +282,9 @@ def report_interference(desk: Desk, folder: Path) -> None:
     gaps: dict[bool, list[float]] = {False: [], True: []}
     _, stream = max(((len(own), own) for own in ends.values()), default=(0, []))
     for start_s, end_s in pairwise(sorted(stream)):
-        is_beside = any(read.posted_s < end_s and read.ended_s > start_s for read in reads)
+        is_beside = any(
+            read.posted_s < end_s and read.ended_s > start_s for read in reads
+        )
         gaps[is_beside].append(1e3 * (end_s - start_s))
     for is_beside, own in gaps.items():
         key = "ITL p50, while blocks land" if is_beside else "ITL p50, no block lands"

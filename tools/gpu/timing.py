@@ -22,7 +22,9 @@ MAX_REPEATS = 50
 class Stopwatch:
     """The timer of calls on one device; medians are taken over `rounds`."""
 
-    def __init__(self, device: torch.device, rounds: int = 15, round_s: float = 0.004) -> None:
+    def __init__(
+        self, device: torch.device, rounds: int = 15, round_s: float = 0.004
+    ) -> None:
         self.device = device
         self.rounds = rounds
         self.round_s = round_s
@@ -44,7 +46,10 @@ class Stopwatch:
             for call in calls:
                 call()
         repeats = max(1, min(MAX_REPEATS, round(self.round_s / replay_s(graph, 1))))
-        took = [replay_s(graph, repeats) / (repeats * len(calls)) for _ in range(self.rounds)]
+        took = [
+            replay_s(graph, repeats) / (repeats * len(calls))
+            for _ in range(self.rounds)
+        ]
         return _timing(took, host_s)
 
     def wall(self, call: Call, calls: int = 1) -> Timing:
@@ -115,4 +120,6 @@ def _copy_s(watch: Stopwatch, copy_bytes: int) -> float:
     part = torch.randn(copy_bytes // 16, device=watch.device).to(torch.bfloat16)
     source = part.repeat(8)
     target = torch.empty_like(source)
-    return watch.kernels([lambda: target.copy_(source), lambda: source.copy_(target)]).median_s
+    return watch.kernels(
+        [lambda: target.copy_(source), lambda: source.copy_(target)]
+    ).median_s

@@ -19,7 +19,14 @@ from torch import Tensor
 from baton.kv_transfer.pools import DevicePool, HostPool
 from baton.kv_transfer.transports import TRANSPORTS
 from baton.protocol.config import TransportChoice
-from tools.block_owner import BlockReader, Owned, block_owner, device_pool, marks, words_of
+from tools.block_owner import (
+    BlockReader,
+    Owned,
+    block_owner,
+    device_pool,
+    marks,
+    words_of,
+)
 from tools.gpu.cases import KV_READS, KvRead
 from tools.gpu.floors import Work
 from tools.gpu.rows import Check, Measured
@@ -85,13 +92,17 @@ def _measure(
             closing(BlockReader(pool, transport, address, owned)) as block_reader,
         ):
             num_wrong = sum(
-                _rounds(desk, plan, block_reader, blocks, read, lane_of(transport, ends))
+                _rounds(
+                    desk, plan, block_reader, blocks, read, lane_of(transport, ends)
+                )
                 for read in plan.reads
             )
     finally:
         del blocks
         pool.close()
-    detail = f"{transport}: " + (f"{num_wrong} blocks differ" if num_wrong else "all bytes equal")
+    detail = f"{transport}: " + (
+        f"{num_wrong} blocks differ" if num_wrong else "all bytes equal"
+    )
     return Check(f"lane {lane_of(transport, ends)}", not num_wrong, detail)
 
 
@@ -118,7 +129,9 @@ def _rounds(
         if number >= 2:
             took.append(end.ended_s - end.posted_s)
     payload = read.num_blocks * plan.block_bytes
-    desk.emit(Measured(read.key(lane), "TB/s", Work(2 * payload), timing_of(took), payload))
+    desk.emit(
+        Measured(read.key(lane), "TB/s", Work(2 * payload), timing_of(took), payload)
+    )
     return num_wrong
 
 

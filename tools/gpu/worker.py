@@ -92,8 +92,15 @@ TINY = Sizes(
         prefill=(PrefillCase("prefill attention tiny", 20),),
         decode=(
             DecodeCase("decode attention tiny", (17, 3), num_layers=2),
-            DecodeCase("decode attention tiny, blocks of 32", (17, 3), block_size=32, num_layers=2),
-            DecodeCase("decode attention ragged tiny", (17, 1), unit="x floor", num_layers=2),
+            DecodeCase(
+                "decode attention tiny, blocks of 32",
+                (17, 3),
+                block_size=32,
+                num_layers=2,
+            ),
+            DecodeCase(
+                "decode attention ragged tiny", (17, 1), unit="x floor", num_layers=2
+            ),
         ),
         sampling=(SamplingCase("sampling tiny", 3, 0.8, 5, 0.9),),
     ),
@@ -163,7 +170,9 @@ def _run(job: Job, desk: Desk, sizes: Sizes, out: Path) -> None:
             for found in start_findings(compute_facts()):
                 is_needed = found.level == "fault"
                 key = f"start: {found.check}"
-                desk.emit(Check(key, found.level == "ok", found.text, required=is_needed))
+                desk.emit(
+                    Check(key, found.level == "ok", found.text, required=is_needed)
+                )
         case "correctness":
             from tools.gpu import correctness
 

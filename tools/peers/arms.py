@@ -36,7 +36,11 @@ class Arm(msgspec.Struct, frozen=True):
         """Return the name without characters that have a meaning to a shell or a flag."""
         parts = [self.kind]
         parts += ["compiled"] * self.is_compiled
-        parts += [f"chunk{self.max_num_batched_tokens}"] if self.max_num_batched_tokens else []
+        parts += (
+            [f"chunk{self.max_num_batched_tokens}"]
+            if self.max_num_batched_tokens
+            else []
+        )
         return "-".join(parts)
 
 
@@ -123,7 +127,9 @@ def _baton_router(arm: Arm, site: ArmSite, local_prefill: str) -> ServerCommand:
     return ServerCommand(f"{arm.name}-router", argv, ready_url=f"{site.url}/health")
 
 
-def _baton_node(arm: Arm, site: ArmSite, role: str, cpus: Mapping[str, object]) -> ServerCommand:
+def _baton_node(
+    arm: Arm, site: ArmSite, role: str, cpus: Mapping[str, object]
+) -> ServerCommand:
     settings = {
         "cache.memory_mib": KV_BYTES >> 20,
         **cpus,
@@ -147,7 +153,9 @@ def _baton_command(site: ArmSite, command: str) -> tuple[str, ...]:
 
 
 def _set(settings: Mapping[str, object]) -> tuple[str, ...]:
-    return tuple(word for key, value in settings.items() for word in ("--set", f"{key}={value}"))
+    return tuple(
+        word for key, value in settings.items() for word in ("--set", f"{key}={value}")
+    )
 
 
 def _control(site: ArmSite) -> str:
@@ -162,7 +170,9 @@ def _vllm_pair(arm: Arm, site: ArmSite) -> list[ServerCommand]:
         "kv_buffer_device": "cpu",
     }
     servers = []
-    for index, (role, cpu) in enumerate((("prefill", PREFILL_CPU), ("decode", DECODE_CPU)), 1):
+    for index, (role, cpu) in enumerate(
+        (("prefill", PREFILL_CPU), ("decode", DECODE_CPU)), 1
+    ):
         env = {
             "VLLM_CPU_OMP_THREADS_BIND": str(cpu),
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
@@ -171,7 +181,9 @@ def _vllm_pair(arm: Arm, site: ArmSite) -> list[ServerCommand]:
         }
         flags = ("--kv-transfer-config", json.dumps(connector))
         server = _vllm(arm, site, index, flags, env)
-        servers.append(msgspec.structs.replace(server, name=f"{arm.name}-{role}", cpus=(cpu,)))
+        servers.append(
+            msgspec.structs.replace(server, name=f"{arm.name}-{role}", cpus=(cpu,))
+        )
     router = (
         str(site.home / "venvs/router/bin/python"),
         "-m",
@@ -243,5 +255,8 @@ def _vllm(
 
 def _preloaded(home: Path) -> str:
     """Return tcmalloc and the OpenMP that vLLM's CPU build asks for, if they are installed."""
-    wanted = ("packages/usr/lib/*/libtcmalloc_minimal.so.4", "venvs/vllm/lib/libiomp5.so")
+    wanted = (
+        "packages/usr/lib/*/libtcmalloc_minimal.so.4",
+        "venvs/vllm/lib/libiomp5.so",
+    )
     return ":".join(path for part in wanted for path in glob.glob(str(home / part))[:1])

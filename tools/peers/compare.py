@@ -56,11 +56,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=["baton-split", "baton", "vllm-pair", "vllm+chunk=256"],
         help="arms to compare; the first one is the base of the comparison",
     )
-    parser.add_argument("--out", type=Path, default=Path(".baton/peers"), help="report and logs")
+    parser.add_argument(
+        "--out", type=Path, default=Path(".baton/peers"), help="report and logs"
+    )
     given = parser.parse_args(own)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `finally` ends the servers
+    # `finally` ends the servers.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        return compare(given.model, [parse_arm(text) for text in given.arms], given.out, load)
+        return compare(
+            given.model, [parse_arm(text) for text in given.arms], given.out, load
+        )
     except BatonError as error:
         print(f"baton: {error.message}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
@@ -81,7 +86,8 @@ def compare(model: Path, arms: Sequence[Arm], out: Path, load: Sequence[str]) ->
     check(model, arms)
     out.mkdir(parents=True, exist_ok=True)
     ports = free_ports(PORTS_PER_ARM * len(arms))
-    folder = Path(tempfile.mkdtemp(prefix="baton-peers-"))  # a short path, as sockets lie in it
+    # A short path, as sockets lie in it.
+    folder = Path(tempfile.mkdtemp(prefix="baton-peers-"))
     listed: list[ServerCommand] = []
     words: list[str] = []
     try:
@@ -92,7 +98,11 @@ def compare(model: Path, arms: Sequence[Arm], out: Path, load: Sequence[str]) ->
             listed += servers
             flags = out / f"{arm.name}.flags"
             flags.write_text(flags_of(servers))
-            words += [f"{arm.name}={site.url}#{MODEL_NAME}", "--flags", f"{arm.name}={flags}"]
+            words += [
+                f"{arm.name}={site.url}#{MODEL_NAME}",
+                "--flags",
+                f"{arm.name}={flags}",
+            ]
         with running(listed, (out / "logs").absolute(), START_TIMEOUT_S):
             print(f"{len(listed)} servers of {len(arms)} arms are ready", flush=True)
             command = (sys.executable, "-m", "baton", "bench", "compare", *words)
@@ -105,23 +115,31 @@ def compare(model: Path, arms: Sequence[Arm], out: Path, load: Sequence[str]) ->
 def check(model: Path, arms: Sequence[Arm]) -> None:
     """Raise `ConfigError` for mistakes that would otherwise show minutes later."""
     if not (model / "config.json").is_file():
-        raise ConfigError(f"{model} is not a Hugging Face folder: it has no config.json")
+        raise ConfigError(
+            f"{model} is not a Hugging Face folder: it has no config.json"
+        )
     if len({arm.name for arm in arms}) < max(2, len(arms)):
         raise ConfigError("name at least two arms, and each of them once")
     if len(os.sched_getaffinity(0)) < 2:
-        raise ConfigError("split arms are pinned to cores 0 and 1; this process has one core")
+        raise ConfigError(
+            "split arms are pinned to cores 0 and 1; this process has one core"
+        )
     for arm in arms:
         check_installed(arm)
 
 
 def check_installed(arm: Arm) -> None:
     if arm.kind.startswith("vllm") and not (home() / "venvs/vllm/bin/vllm").exists():
-        raise ConfigError(f"vLLM is not installed in {home()}: run tools/peers/setup.sh")
+        raise ConfigError(
+            f"vLLM is not installed in {home()}: run tools/peers/setup.sh"
+        )
 
 
 def home() -> Path:
     """Return the folder in which `setup.sh` installs."""
-    return Path(os.environ.get("PEERS_HOME") or Path.home() / ".cache/baton-peers").absolute()
+    return Path(
+        os.environ.get("PEERS_HOME") or Path.home() / ".cache/baton-peers"
+    ).absolute()
 
 
 if __name__ == "__main__":

@@ -35,7 +35,9 @@ class ServerCommand(msgspec.Struct, frozen=True):
 
 
 @contextlib.contextmanager
-def running(commands: Sequence[ServerCommand], logs: Path, timeout_s: float) -> Iterator[None]:
+def running(
+    commands: Sequence[ServerCommand], logs: Path, timeout_s: float
+) -> Iterator[None]:
     """Start all servers, each within `timeout_s` of the one before; end all in any case.
 
     Raises `NodeError` with the last line of a server that ends or is late.
@@ -47,7 +49,9 @@ def running(commands: Sequence[ServerCommand], logs: Path, timeout_s: float) -> 
             program, *words = one.argv
             file = logs / f"{one.name}.log"
             file.write_text("")
-            command = Command(one.name, tuple(words), env=tuple(one.env.items()), program=program)
+            command = Command(
+                one.name, tuple(words), env=tuple(one.env.items()), program=program
+            )
             children.append(Child(command, partial(_keep, file)))
         for child, one in zip(children, commands, strict=True):
             _wait_until_ready(child, one, monotonic() + timeout_s)
@@ -68,7 +72,11 @@ def _keep(file: Path, _name: str, line: str) -> None:
 
 def _wait_until_ready(child: Child, command: ServerCommand, deadline_s: float) -> None:
     while command.ready_url and not _answers(command.ready_url):
-        why = "ended while starting" if child.poll() is not None else "is not ready in time"
+        why = (
+            "ended while starting"
+            if child.poll() is not None
+            else "is not ready in time"
+        )
         if child.exit_code is not None or monotonic() > deadline_s:
             last = child.tail[-1][:300] if child.tail else "it wrote nothing"
             raise NodeError(f"{command.name} {why}: {last}")
@@ -88,7 +96,8 @@ def free_ports(count: int) -> list[int]:
     """Return ports of this host on which no process listens now."""
     with contextlib.ExitStack() as stack:
         sockets = [
-            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
+            stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            for _ in range(count)
         ]
         return [int(taken.getsockname()[1]) for taken in sockets]
 

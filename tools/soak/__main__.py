@@ -52,17 +52,29 @@ OVER_LOOPBACK = (("UCX_TLS", "tcp"), ("UCX_NET_DEVICES", "lo"))
 class SoakSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     requests: Annotated[int, Meta(ge=1, description="number of streams")] = 10_000
     faults: Annotated[int, Meta(ge=0, description="number of faults")] = 1_000
-    clients: Annotated[int, Meta(ge=1, description="streams that run side by side")] = 12
+    clients: Annotated[int, Meta(ge=1, description="streams that run side by side")] = (
+        12
+    )
     lanes: Annotated[int, Meta(ge=1, description="faults that may overlap")] = 2
-    seed: Annotated[int, Meta(ge=0, description="seed of the streams and of the faults")] = 1
-    transport: Annotated[TransportChoice, Meta(description="how blocks are read")] = "auto"
+    seed: Annotated[
+        int, Meta(ge=0, description="seed of the streams and of the faults")
+    ] = 1
+    transport: Annotated[TransportChoice, Meta(description="how blocks are read")] = (
+        "auto"
+    )
     model: Annotated[str, Meta(description="folder of the model")] = str(CHECKPOINT)
-    vocab_size: Annotated[int, Meta(ge=4, description="prompts hold ids below it")] = 700
+    vocab_size: Annotated[int, Meta(ge=4, description="prompts hold ids below it")] = (
+        700
+    )
     tiers: Annotated[
         bool,
-        Meta(description="keep cached blocks in memory and in a folder, whose files are damaged"),
+        Meta(
+            description="keep cached blocks in memory and in a folder, whose files are damaged"
+        ),
     ] = False
-    folder: Annotated[str, Meta(description="existing folder for the logs of all processes")] = ""
+    folder: Annotated[
+        str, Meta(description="existing folder for the logs of all processes")
+    ] = ""
 
 
 class FaultRow(msgspec.Struct, frozen=True):
@@ -100,17 +112,25 @@ async def soak(settings: SoakSettings, folder: Path) -> SoakReport:
         asks = draw(settings.seed, NUM_ASKS, settings.vocab_size)
         streams = Streams(cluster.url, NAME, asks, faults.ended_router)
         await streams.learn()
-        await cluster.until("every block to be free", lambda health: not held_in(health))
+        await cluster.until(
+            "every block to be free", lambda health: not held_in(health)
+        )
         before = await cluster.footprints()
         began_s = monotonic()
         records = await _load(settings, streams, faults)
         wall_s = monotonic() - began_s
         again = await streams.verify()
-        await cluster.until("every block to be free", lambda health: not held_in(health))
+        await cluster.until(
+            "every block to be free", lambda health: not held_in(health)
+        )
         after = await cluster.footprints()
         problems = [*cluster.own_ends, *cluster.alarms, *faults.bad_exits]
-    problems += [f"at the end: {record.detail}" for record in again if record.outcome != "whole"]
-    problems += [f"{r.outcome}: {r.detail}" for r in records if r.outcome in ("wrong", "lost")]
+    problems += [
+        f"at the end: {record.detail}" for record in again if record.outcome != "whole"
+    ]
+    problems += [
+        f"{r.outcome}: {r.detail}" for r in records if r.outcome in ("wrong", "lost")
+    ]
     problems += _grown(before, after)
     outcomes = dict.fromkeys(("whole", "aborted", "cut", "wrong", "lost"), 0)
     for record in records:
@@ -127,7 +147,9 @@ async def soak(settings: SoakSettings, folder: Path) -> SoakReport:
     )
 
 
-async def _load(settings: SoakSettings, streams: Streams, faults: Faults) -> list[Record]:
+async def _load(
+    settings: SoakSettings, streams: Streams, faults: Faults
+) -> list[Record]:
     """Run the streams and the faults together: each fault meets about as many new streams."""
     num_begun = 0
     per_fault = settings.requests / max(settings.faults, 1)
@@ -138,7 +160,11 @@ async def _load(settings: SoakSettings, streams: Streams, faults: Faults) -> lis
         if is_last and num_begun >= settings.requests:
             return False
         # A fault that is due finds at least one stream, even if that makes one more.
-        if num_begun >= (len(faults.begun) + 1) * per_fault and streams.num_running and not is_last:
+        if (
+            num_begun >= (len(faults.begun) + 1) * per_fault
+            and streams.num_running
+            and not is_last
+        ):
             return None
         num_begun += 1
         return True
@@ -150,7 +176,9 @@ async def _load(settings: SoakSettings, streams: Streams, faults: Faults) -> lis
         group.create_task(faults.run(may_strike, settings.lanes))
         clients = [
             group.create_task(
-                streams.run(random.Random(f"{settings.seed}/{number}"), ABORT_SHARE, may_begin)
+                streams.run(
+                    random.Random(f"{settings.seed}/{number}"), ABORT_SHARE, may_begin
+                )
             )
             for number in range(settings.clients)
         ]
@@ -184,7 +212,9 @@ def _rows(faults: Sequence[Fault], records: Sequence[Record]) -> list[FaultRow]:
     return [_row(role, kind, faults, records) for role, kind in kinds]
 
 
-def _row(role: str, kind: str, faults: Sequence[Fault], records: Sequence[Record]) -> FaultRow:
+def _row(
+    role: str, kind: str, faults: Sequence[Fault], records: Sequence[Record]
+) -> FaultRow:
     ours = [fault for fault in faults if (fault.role, fault.kind.name) == (role, kind)]
     met = [
         (fault, record)
@@ -192,12 +222,21 @@ def _row(role: str, kind: str, faults: Sequence[Fault], records: Sequence[Record
         for record in records
         if record.began_s < fault.until_s and record.ended_s > fault.at_s
     ]
-    gaps = sorted(record.longest_gap(fault.at_s, fault.until_s) for fault, record in met)
+    gaps = sorted(
+        record.longest_gap(fault.at_s, fault.until_s) for fault, record in met
+    )
     ranks = [nearest_rank(gaps, percent) if gaps else 0.0 for percent in (50, 99, 100)]
     outcomes = Counter(record.outcome for _, record in met)
     num_resumed = sum(record.is_resumed for _, record in met)
     return FaultRow(
-        role, kind, len(ours), len(gaps), num_resumed, outcomes["wrong"], outcomes["lost"], *ranks
+        role,
+        kind,
+        len(ours),
+        len(gaps),
+        num_resumed,
+        outcomes["wrong"],
+        outcomes["lost"],
+        *ranks,
     )
 
 
@@ -229,11 +268,17 @@ def table(report: SoakReport) -> str:
         for row in report.rows
     ]
     counts = ", ".join(f"{count} {name}" for name, count in report.outcomes.items())
-    lines.append(f"streams: {counts}; {report.num_resumed} resumed, {report.num_refusals} refusals")
+    lines.append(
+        f"streams: {counts}; {report.num_resumed} resumed, {report.num_refusals} refusals"
+    )
     num_faults = sum(row.num_faults for row in report.rows)
     per_fault_s = report.wall_s / max(num_faults, 1)
-    lines.append(f"{num_faults} faults in {report.wall_s:.0f} s: one per {per_fault_s:.1f} s")
-    lines.append(f"{'start -> end':10}  used blocks   descriptors   threads   memory (MiB)")
+    lines.append(
+        f"{num_faults} faults in {report.wall_s:.0f} s: one per {per_fault_s:.1f} s"
+    )
+    lines.append(
+        f"{'start -> end':10}  used blocks   descriptors   threads   memory (MiB)"
+    )
     for name, was in report.before.items():
         now = report.after[name]
         lines.append(
@@ -246,7 +291,9 @@ def table(report: SoakReport) -> str:
 
 def parse(arguments: Sequence[str]) -> SoakSettings:
     """Return the settings; `--help` prints and exits. Raises `ConfigError`."""
-    parser = FlagParser("python -m tools.soak", description="Soak a cluster on this host.")
+    parser = FlagParser(
+        "python -m tools.soak", description="Soak a cluster on this host."
+    )
     fields = fields_of(SoakSettings)
     parser.add_settings(fields, group_of=lambda _: "settings")
     given = parser.parse_args(arguments)

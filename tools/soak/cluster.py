@@ -41,10 +41,16 @@ def held_in(health: HealthReply) -> list[str]:
     """Return what is still held although no client waits for anything."""
     found: list[str] = []
     if health.num_running or health.num_queued:
-        found.append(f"router: {health.num_running} running, {health.num_queued} queued requests")
+        found.append(
+            f"router: {health.num_running} running, {health.num_queued} queued requests"
+        )
     for node in health.nodes:
         load = node.load
-        if load.total_blocks != load.free_blocks or load.num_running or load.num_waiting:
+        if (
+            load.total_blocks != load.free_blocks
+            or load.num_running
+            or load.num_waiting
+        ):
             found.append(f"{node.node_id}: {load}")
     return found
 
@@ -142,7 +148,9 @@ class SoakCluster:
         while True:
             for name, child in list(self.children.items()):
                 if name not in self._expected and child.poll() is not None:
-                    self.own_ends.append(f"{name} ended with {child.exit_code}: {child.tail[-1:]}")
+                    self.own_ends.append(
+                        f"{name} ended with {child.exit_code}: {child.tail[-1:]}"
+                    )
                     self._start(name)
             await asyncio.sleep(LOOK_S)
 

@@ -93,7 +93,9 @@ class Faults:
     def ended_router(self, since_s: float) -> bool:
         """Return whether the router was ended by a fault that was not over at that time."""
         return any(
-            fault.role == "router" and fault.ends and (not fault.until_s or fault.until_s > since_s)
+            fault.role == "router"
+            and fault.ends
+            and (not fault.until_s or fault.until_s > since_s)
             for fault in self.begun
         )
 
@@ -113,7 +115,11 @@ class Faults:
                 await asyncio.sleep(LOOK_S)
                 continue
             role, kind = next(self._planned)
-            idle = [n for n in self._cluster.names if n.startswith(role) and n not in self._busy]
+            idle = [
+                n
+                for n in self._cluster.names
+                if n.startswith(role) and n not in self._busy
+            ]
             if not idle:
                 await asyncio.sleep(LOOK_S)
                 continue
@@ -138,17 +144,23 @@ class Faults:
         if kind.ends_by is not None:
             code = await self._cluster.restart(name, kind.ends_by)
             if code != (0 if kind.ends_by is signal.SIGTERM else -kind.ends_by):
-                self.bad_exits.append(f"{name} ended with {code} after {kind.ends_by.name}")
+                self.bad_exits.append(
+                    f"{name} ended with {code} after {kind.ends_by.name}"
+                )
 
         def is_back(health: HealthReply) -> bool:
-            return name in health.ready_ids or (name == "router" and bool(health.ready_ids))
+            return name in health.ready_ids or (
+                name == "router" and bool(health.ready_ids)
+            )
 
         await self._cluster.until(f"{name} after {kind.name!r}", is_back)
 
 
 def _damage(cache: Path, how: Damage, role: str, dice: random.Random) -> None:
     """Alter or cut a file of blocks of a node of that role."""
-    files = [path for path in sorted(cache.glob(f"{role}-*/*.blocks")) if path.stat().st_size]
+    files = [
+        path for path in sorted(cache.glob(f"{role}-*/*.blocks")) if path.stat().st_size
+    ]
     if not files:
         return
     path = dice.choice(files)

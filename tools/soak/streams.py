@@ -19,7 +19,8 @@ from baton.protocol.errors import BatonError
 from baton.runtime.clock import monotonic
 
 Outcome = Literal["whole", "aborted", "wrong", "lost", "cut"]
-SILENCE_S = 150.0  # the router sends a comment every ten seconds, and may be frozen for a minute
+# The router sends a comment every ten seconds, and may be frozen for a minute.
+SILENCE_S = 150.0
 GIVE_UP_S = 300.0  # after so long without a first byte a request is lost
 PAUSE_S = 0.5  # before a request that was refused is sent again
 LOOK_S = 0.02
@@ -36,7 +37,11 @@ class Ask(msgspec.Struct, frozen=True):
     seed: int | None
 
     def body(self, model: str) -> dict[str, object]:
-        drawn = {"temperature": 0} if self.seed is None else {"temperature": 1, "seed": self.seed}
+        drawn = (
+            {"temperature": 0}
+            if self.seed is None
+            else {"temperature": 1, "seed": self.seed}
+        )
         return {
             "model": model,
             "prompt": self.prompt,
@@ -122,15 +127,22 @@ class Streams:
                 await self._ask(session, record, ask, _into(got))
                 self._known.append(got)
                 if [len(ids) for ids in got] != [ask.max_tokens] * ask.num_choices:
-                    raise BatonError(f"undisturbed, a request was not answered: {record.detail}")
+                    raise BatonError(
+                        f"undisturbed, a request was not answered: {record.detail}"
+                    )
 
     async def verify(self) -> list[Record]:
         """Ask every request alone again, at the end of a run."""
         async with self._session() as session:
-            return [await self._checked(session, n, None) for n in range(len(self._asks))]
+            return [
+                await self._checked(session, n, None) for n in range(len(self._asks))
+            ]
 
     async def run(
-        self, dice: random.Random, abort_share: float, may_begin: Callable[[], bool | None]
+        self,
+        dice: random.Random,
+        abort_share: float,
+        may_begin: Callable[[], bool | None],
     ) -> list[Record]:
         """Send requests drawn by `dice` one after another until `may_begin` returns False.
 
@@ -145,7 +157,9 @@ class Streams:
                 index = dice.randrange(len(self._asks))
                 ask = self._asks[index]
                 total = ask.max_tokens * ask.num_choices
-                abort_at = dice.randrange(total) if dice.random() < abort_share else None
+                abort_at = (
+                    dice.randrange(total) if dice.random() < abort_share else None
+                )
                 records.append(await self._checked(session, index, abort_at))
         return records
 
@@ -172,7 +186,10 @@ class Streams:
         await self._ask(session, record, self._asks[index], compare)
         self.num_running -= 1
         if record.outcome == "whole" and counts != [len(ids) for ids in known]:
-            record.outcome, record.detail = "lost", f"request {index} ended after {counts} tokens"
+            record.outcome, record.detail = (
+                "lost",
+                f"request {index} ended after {counts} tokens",
+            )
         return record
 
     async def _ask(
@@ -207,7 +224,8 @@ class Streams:
         try:
             reply = await session.post(self._url, json=ask.body(self._model))
         except aiohttp.ClientConnectionError:
-            if self._was_away(record.began_s):  # it was not accepted, or that is unknown
+            # It was not accepted, or that is unknown.
+            if self._was_away(record.began_s):
                 return True
             raise
         async with reply:
@@ -215,13 +233,17 @@ class Streams:
                 record.num_refusals += 1
                 return True
             if reply.status != 200:
-                raise _Ended("lost", f"status {reply.status}: {(await reply.text())[:300]}")
+                raise _Ended(
+                    "lost", f"status {reply.status}: {(await reply.text())[:300]}"
+                )
             async for line in reply.content:
                 if line.startswith(b"data: "):
                     self._take(record, line[6:], take)
         raise _Ended("lost", "the connection ended in the midst of the stream")
 
-    def _take(self, record: Record, data: bytes, take: Callable[[int, list[int]], None]) -> None:
+    def _take(
+        self, record: Record, data: bytes, take: Callable[[int, list[int]], None]
+    ) -> None:
         if data.startswith(b"[DONE]"):
             raise _Ended("whole")
         event = self._decoder.decode(data)

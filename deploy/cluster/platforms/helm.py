@@ -10,7 +10,12 @@ from typing import Any
 import msgspec
 
 from baton.deploy.cluster.description import Description, Settings
-from baton.deploy.cluster.processes import ROUTERS, ClusterAddresses, ClusterPlan, ProcessSpec
+from baton.deploy.cluster.processes import (
+    ROUTERS,
+    ClusterAddresses,
+    ClusterPlan,
+    ProcessSpec,
+)
 from baton.deploy.cluster.state import write_private
 from baton.protocol.errors import ConfigError
 from baton.runtime.settings import VARIABLE_PREFIX
@@ -33,12 +38,18 @@ def addresses_of(description: Description) -> ClusterAddresses:
         "machines"
     )
     if any(router != description.routers[0] for router in description.routers):
-        raise ConfigError("routers[1]: on Kubernetes all routers are alike; give each the same")
+        raise ConfigError(
+            "routers[1]: on Kubernetes all routers are alike; give each the same"
+        )
     for name in (ROUTERS, *description.pools):
         if len(whole := f"{description.name}-{name}") > MAX_NAME:
-            raise ConfigError(f"{whole} has more than {MAX_NAME} characters; choose shorter names")
+            raise ConfigError(
+                f"{whole} has more than {MAX_NAME} characters; choose shorter names"
+            )
     return ClusterAddresses(
-        routers=tuple(f"{ROUTERS}-{index}" for index in range(len(description.routers))),
+        routers=tuple(
+            f"{ROUTERS}-{index}" for index in range(len(description.routers))
+        ),
         node="",  # the chart says where pods listen
     )
 
@@ -101,7 +112,9 @@ def secrets_of(plan: ClusterPlan) -> Values:
 
 
 def text_of(documents: list[Values]) -> str:
-    return "---\n".join(msgspec.yaml.encode(document).decode() for document in documents)
+    return "---\n".join(
+        msgspec.yaml.encode(document).decode() for document in documents
+    )
 
 
 def _check(description: Description) -> None:
@@ -175,7 +188,11 @@ def _by_section(settings: Settings) -> dict[str, Settings]:
 
 def _public(spec: ProcessSpec) -> dict[str, str]:
     """Return the variables that the description names; the chart adds those of baton."""
-    return {name: text for name, text in spec.env.items() if not name.startswith(VARIABLE_PREFIX)}
+    return {
+        name: text
+        for name, text in spec.env.items()
+        if not name.startswith(VARIABLE_PREFIX)
+    }
 
 
 def _image(image: str) -> Values:

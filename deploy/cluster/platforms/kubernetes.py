@@ -53,7 +53,14 @@ def _filled(plan: ClusterPlan, namespace: str) -> str:
             "--on kubernetes: helm fills in the manifests and is not installed; install it "
             "(https://helm.sh) where you render; the cluster does not need it"
         )
-    words = [program, "template", plan.description.name, str(CHART), "--namespace", namespace]
+    words = [
+        program,
+        "template",
+        plan.description.name,
+        str(CHART),
+        "--namespace",
+        namespace,
+    ]
     with tempfile.TemporaryDirectory() as folder:
         for path in helm.render(plan, Path(folder)):
             words += ["--values", str(path)]

@@ -66,7 +66,9 @@ class LocalPlatform:
             self._supervisor = Child(command, lambda _, line: print(line, flush=True))
         else:
             self._supervisor = _detached(folder)
-        write_private(folder / SUPERVISOR, msgspec.json.encode(ProcessId.of(self._supervisor.pid)))
+        write_private(
+            folder / SUPERVISOR, msgspec.json.encode(ProcessId.of(self._supervisor.pid))
+        )
 
     def stop(self, folder: Path, *, is_hurried: bool = False) -> None:
         supervisor = _supervisor_of(folder)
@@ -88,15 +90,23 @@ class LocalPlatform:
         """Ask the supervisor to let a process drain and start again. Raises `ConfigError`."""
         supervisor = _supervisor_of(folder)
         if supervisor is None or supervisor.process() is None:
-            raise ConfigError(f"the supervisor of {folder} does not run: use `baton up`")
+            raise ConfigError(
+                f"the supervisor of {folder} does not run: use `baton up`"
+            )
         restarts = folder / RESTARTS
         restarts.mkdir(mode=0o700, exist_ok=True)
         (restarts / name).touch()
 
     def status(self, folder: Path) -> list[ProcessStatus]:
         supervisor = _supervisor_of(folder)
-        if supervisor is not None and supervisor.process() and (folder / STATUS).exists():
-            return msgspec.json.decode((folder / STATUS).read_bytes(), type=list[ProcessStatus])
+        if (
+            supervisor is not None
+            and supervisor.process()
+            and (folder / STATUS).exists()
+        ):
+            return msgspec.json.decode(
+                (folder / STATUS).read_bytes(), type=list[ProcessStatus]
+            )
         if not (folder / JOB).exists():
             return []
         state: ProcessState = "waiting"
@@ -112,13 +122,16 @@ class LocalPlatform:
 
     def urls(self, plan: ClusterPlan, folder: Path) -> tuple[str, ...]:
         return tuple(
-            url_of(spec.host, spec.ports[0].port, is_tls=spec.is_tls) for spec in plan.pool(ROUTERS)
+            url_of(spec.host, spec.ports[0].port, is_tls=spec.is_tls)
+            for spec in plan.pool(ROUTERS)
         )
 
 
 def _detached(folder: Path) -> "subprocess.Popen[bytes]":
     """Start a supervisor that outlives this process."""
-    env = {k: text for k, text in os.environ.items() if not k.startswith(VARIABLE_PREFIX)}
+    env = {
+        k: text for k, text in os.environ.items() if not k.startswith(VARIABLE_PREFIX)
+    }
     try:
         return subprocess.Popen(
             [sys.executable, "-m", MODULE, str(folder)],

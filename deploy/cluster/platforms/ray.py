@@ -67,7 +67,8 @@ class RayPlatform:
         """
         self._address = address or "auto"
         self._may_wait = may_wait
-        self._actors: list[ActorHandle] = []  # an actor ends with the last handle of its driver
+        # An actor ends with the last handle of its driver.
+        self._actors: list[ActorHandle] = []
         self._hosts: dict[str, str] = {}
 
     def own(self, plan: ClusterPlan) -> tuple[ProcessSpec, ...]:
@@ -81,7 +82,9 @@ class RayPlatform:
         job = RayJob(plan.processes, key, plan.description.logs)
         resources = [resources_of(spec) for spec in plan.processes]
         labels = [spec.node_selector for spec in plan.processes]
-        group = placement_group(resources, strategy="SPREAD", bundle_label_selector=labels)
+        group = placement_group(
+            resources, strategy="SPREAD", bundle_label_selector=labels
+        )
         for index, spec in enumerate(plan.processes):
             options = {
                 "name": f"{spec.role}:{spec.name}",
@@ -91,7 +94,9 @@ class RayPlatform:
                 "num_gpus": spec.gpus,
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(group, index),
             }
-            self._actors.append(ray.remote(ProcessActor).options(**options).remote(spec.name, job))
+            self._actors.append(
+                ray.remote(ProcessActor).options(**options).remote(spec.name, job)
+            )
         if not (self._may_wait or group.wait(RESERVE_S)):
             raise ConfigError(
                 "Ray cannot reserve what all processes need (see `ray status`): ask for less, add "
@@ -185,9 +190,13 @@ def addresses_of(description: Description) -> ClusterAddresses:
         for resource, amount in pool.resources.items():
             at = f"pools.{name}.resources.{resource}"
             if resource in OWN_RESOURCES:
-                raise ConfigError(f"{at}: write {OWN_RESOURCES[resource]} of the pool instead")
+                raise ConfigError(
+                    f"{at}: write {OWN_RESOURCES[resource]} of the pool instead"
+                )
             if not amount.replace(".", "", 1).isdecimal() or not float(amount):
-                raise ConfigError(f"{at}: {amount} must be the number above 0 that each node needs")
+                raise ConfigError(
+                    f"{at}: {amount} must be the number above 0 that each node needs"
+                )
     key = KEY_FILE if description.key else ""
     routers = tuple(_router_address(index) for index in range(len(description.routers)))
     return ClusterAddresses(routers, OWN_ADDRESS, listen=OWN_ADDRESS, key=key)
@@ -195,9 +204,15 @@ def addresses_of(description: Description) -> ClusterAddresses:
 
 def resources_of(spec: ProcessSpec) -> dict[str, float]:
     """Return what Ray reserves for a process: one CPU unless the description gives a number."""
-    resources = {"CPU": spec.cpus or 1, "GPU": spec.gpus, "memory": spec.memory_mib << 20}
+    resources = {
+        "CPU": spec.cpus or 1,
+        "GPU": spec.gpus,
+        "memory": spec.memory_mib << 20,
+    }
     custom = {name: float(amount) for name, amount in spec.resources.items()}
-    return {name: float(amount) for name, amount in resources.items() if amount} | custom
+    return {
+        name: float(amount) for name, amount in resources.items() if amount
+    } | custom
 
 
 def at_its_place(
@@ -232,8 +247,17 @@ def _join(address: str, namespace: str) -> None:
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            ray.init(address, namespace=namespace, log_to_driver=False, logging_level="ERROR")
-    except (OSError, RuntimeError, ValueError, OverflowError, AssertionError, RayError) as error:
+            ray.init(
+                address, namespace=namespace, log_to_driver=False, logging_level="ERROR"
+            )
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+        OverflowError,
+        AssertionError,
+        RayError,
+    ) as error:
         reason = str(error).strip().partition("\n")[0]
         raise NodeError(
             f"cannot join Ray at {address} ({reason}): give the HOST:PORT that `ray start --head` "
@@ -247,7 +271,9 @@ def _join(address: str, namespace: str) -> None:
 def _status_of(actor: str) -> ProcessStatus:
     """Ask an actor; one that does not answer is starting."""
     role, _, name = actor.partition(":")
-    waiting = ProcessStatus(name, cast(ProcessRole, role), "", "waiting", "its actor is starting")
+    waiting = ProcessStatus(
+        name, cast(ProcessRole, role), "", "waiting", "its actor is starting"
+    )
     try:
         report = ray.get_actor(actor).report.remote()
         return cast(ProcessStatus, ray.get(report, timeout=REPORT_S))
@@ -261,8 +287,14 @@ def _status_of(actor: str) -> ProcessStatus:
 def _hosts_now() -> list[str]:
     """Return the host of each process of this actor's group; empty for one without a host yet."""
     try:
-        placed = placement_group_table(get_current_placement_group())["bundles_to_node_id"]
-        nodes = {one["NodeID"]: one["NodeManagerAddress"] for one in ray.nodes() if one["Alive"]}
+        placed = placement_group_table(get_current_placement_group())[
+            "bundles_to_node_id"
+        ]
+        nodes = {
+            one["NodeID"]: one["NodeManagerAddress"]
+            for one in ray.nodes()
+            if one["Alive"]
+        }
     except (RayError, RuntimeError, OSError):
         return []
     return [nodes.get(node_id, "") for _, node_id in sorted(placed.items())]

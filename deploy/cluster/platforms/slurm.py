@@ -85,7 +85,10 @@ def render(plan: ClusterPlan, folder: Path) -> list[Path]:
     # Slurm makes no folder for the output of a job.
     Path(logs).mkdir(parents=True, exist_ok=True)
     pools = list(dict.fromkeys(spec.pool for spec in plan.processes))
-    files = {f"{pool}.sh": _script_of(plan, pool, str(folder), logs).encode() for pool in pools}
+    files = {
+        f"{pool}.sh": _script_of(plan, pool, str(folder), logs).encode()
+        for pool in pools
+    }
     submission = filled_in(
         "slurm-submit.sh", folder=str(folder), pools=pools, routers_file=ROUTERS_FILE
     )
@@ -130,7 +133,9 @@ def _script_of(plan: ClusterPlan, pool: str, folder: str, logs: str) -> str:
         num_hosts=math.ceil(len(specs) / per_host),
         cpus=first.cpus,
         memory_mib=first.memory_mib,
-        resources=",".join(f"{name}:{count * per_host}" for name, count in counts.items()),
+        resources=",".join(
+            f"{name}:{count * per_host}" for name, count in counts.items()
+        ),
         features=list(first.node_selector),
         python=sys.executable,
         module=__name__,
@@ -169,7 +174,9 @@ def main(folder: Path, pool: str, environment: Mapping[str, str]) -> int:
     The last host of an array may have more places than there are processes left.
     """
     plan = msgspec.json.decode((folder / PLAN).read_bytes(), type=SlurmPlan)
-    first = int(environment.get("SLURM_ARRAY_TASK_ID", "0")) * int(environment["SLURM_NTASKS"])
+    first = int(environment.get("SLURM_ARRAY_TASK_ID", "0")) * int(
+        environment["SLURM_NTASKS"]
+    )
     index = first + int(environment["SLURM_PROCID"])
     own = [one for one in plan.processes if (one.pool, one.index) == (pool, index)]
     if not own:
@@ -179,7 +186,9 @@ def main(folder: Path, pool: str, environment: Mapping[str, str]) -> int:
         is_moved = True
         while is_moved:
             routers = _routers_of(folder)
-            job = supervision.HostJob((placed(spec, folder, routers, environment),), plan.logs)
+            job = supervision.HostJob(
+                (placed(spec, folder, routers, environment),), plan.logs
+            )
             watch = RoutersWatch(folder, routers)
             is_moved = supervision.supervise(job, is_over=watch.are_elsewhere)
     except BatonError as error:

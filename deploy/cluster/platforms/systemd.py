@@ -14,7 +14,12 @@ import msgspec
 
 from baton.deploy.cluster.description import Description
 from baton.deploy.cluster.hosts import addresses_by_name, with_shared_memory
-from baton.deploy.cluster.processes import ROUTERS, ClusterAddresses, ClusterPlan, ProcessSpec
+from baton.deploy.cluster.processes import (
+    ROUTERS,
+    ClusterAddresses,
+    ClusterPlan,
+    ProcessSpec,
+)
 from baton.deploy.cluster.state import write_private
 from baton.deploy.templates import filled_in, literal
 
@@ -28,14 +33,18 @@ _PLAIN = re.compile(r"[\w@+=:,./-]+")
 def addresses_of(description: Description) -> ClusterAddresses:
     """Return the hosts of the processes, which find the key among their unit's credentials."""
     addresses = addresses_by_name(description)
-    return msgspec.structs.replace(addresses, key=KEY_CREDENTIAL if description.key else "")
+    return msgspec.structs.replace(
+        addresses, key=KEY_CREDENTIAL if description.key else ""
+    )
 
 
 def render(plan: ClusterPlan, folder: Path) -> list[Path]:
     """Write the files of every host into a subfolder with its name."""
     written = []
     for host in dict.fromkeys(spec.host for spec in plan.processes):
-        specs = with_shared_memory([spec for spec in plan.processes if spec.host == host])
+        specs = with_shared_memory(
+            [spec for spec in plan.processes if spec.host == host]
+        )
         (folder / host).mkdir(exist_ok=True)
         for name, text in _files_of(plan, specs).items():
             path = folder / host / name
@@ -68,7 +77,9 @@ def _files_of(plan: ClusterPlan, specs: Sequence[ProcessSpec]) -> dict[str, str]
     for pool in dict.fromkeys(spec.pool for spec in specs):
         first = next(spec for spec in specs if spec.pool == pool)
         others = [spec for spec in specs if spec.pool != pool]
-        files[f"baton-{name}-{pool}@.service"] = _template(plan.description, first, others)
+        files[f"baton-{name}-{pool}@.service"] = _template(
+            plan.description, first, others
+        )
     files |= {f"{spec.name}.env": _environment(spec) for spec in specs}
     if plan.description.key:
         files[KEY] = Path(plan.description.key).read_text(encoding="utf-8")
@@ -98,7 +109,9 @@ def _template(
         pool=spec.pool,
         role=spec.role,
         target=_target_of(name),
-        nodes=[_unit_of(name, other) for other in others] if spec.pool == ROUTERS else [],
+        nodes=[_unit_of(name, other) for other in others]
+        if spec.pool == ROUTERS
+        else [],
         command=" ".join(word if word == key else _quoted(word) for word in words),
         configuration=CONFIGURATION,
         key=KEY if description.key else "",
@@ -114,7 +127,8 @@ def _template(
 
 def _environment(spec: ProcessSpec) -> str:
     return "".join(
-        f"{name}={_in_file(text)}\n" for name, text in (spec.env | spec.secret_env).items()
+        f"{name}={_in_file(text)}\n"
+        for name, text in (spec.env | spec.secret_env).items()
     )
 
 

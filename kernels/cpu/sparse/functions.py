@@ -61,7 +61,8 @@ class CpuSparse:
         """
         self._tables = tables
         rows, lengths, starts, own_tables = chunks.T
-        plain = np.clip(self.num_chosen - starts, 0, lengths)  # tokens that see all keys
+        # Tokens that see all keys.
+        plain = np.clip(self.num_chosen - starts, 0, lengths)
         choosing = lengths - plain
         chunk = np.repeat(np.arange(len(chunks)), choosing)
         numbers = np.arange(choosing.sum())
@@ -75,14 +76,17 @@ class CpuSparse:
     def choose(
         self,
         layer: int,
-        heads: Tensor,  # [num_tokens, (num_heads + 1) * head_dim]: queries, then the key
+        # [num_tokens, (num_heads + 1) * head_dim]: queries, then the key.
+        heads: Tensor,
         weights: Tensor,  # [num_tokens, num_heads] fp32
         positions: Tensor,
         slots: Tensor,
         cos_sin: Tensor,
     ) -> None:
         """Store the keys of a step, and choose what its queries see until the next choice."""
-        q = self._of_index.rope_and_store(heads, layer, positions, slots, cos_sin, None, 0.0)
+        q = self._of_index.rope_and_store(
+            heads, layer, positions, slots, cos_sin, None, 0.0
+        )
         items, (num_heads, head_dim) = self._items, (self._num_heads, self._head_dim)
         self._slots = torch.empty(len(items), self.num_chosen, dtype=torch.int32)
         if not len(items):
@@ -145,7 +149,9 @@ class CpuSparse:
             items = np.zeros((len(some), 4), np.int64)
             items[:, 0], items[:, 1], items[:, 2] = some, 1, self.num_chosen - 1
             items[:, 3] = np.arange(len(some))
-            work = self._over_gathered.attention_work(np.arange(len(some), dtype=np.int32), items)
+            work = self._over_gathered.attention_work(
+                np.arange(len(some), dtype=np.int32), items
+            )
             self._over_gathered.attend(q, 0, work, out, scale)
         return out
 
@@ -188,7 +194,9 @@ class CpuSparse:
         """Return the bounds of the threads' slices of queries that see so many keys."""
         per_number = NS_PER_KEY_NUMBER + NS_PER_SCORE_NUMBER * self._num_heads
         ends = (num_keys * (self._head_dim * per_number)).cumsum()
-        count = min(int(ends[-1]) // MIN_SLICE_NS, torch.get_num_threads(), len(num_keys))
+        count = min(
+            int(ends[-1]) // MIN_SLICE_NS, torch.get_num_threads(), len(num_keys)
+        )
         if count < 2:
             return (0, len(num_keys))
         inner = np.searchsorted(ends, ends[-1] * np.arange(1, count) / count)

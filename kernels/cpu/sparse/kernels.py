@@ -110,7 +110,17 @@ def choose_keys(
                 store(scratch, head * width + d, load_first(q, at + d, head_dim - d))
         for tile in range(0, count, TILE):
             end = min(tile + TILE, count)
-            _unpack(keys, staging, pool, table, tile, end, block_size, stride_block, head_dim)
+            _unpack(
+                keys,
+                staging,
+                pool,
+                table,
+                tile,
+                end,
+                block_size,
+                stride_block,
+                head_dim,
+            )
             set_product(
                 products,
                 TILE,
@@ -129,7 +139,15 @@ def choose_keys(
                     product = larger(load(products, head * TILE + key), every(ZERO))
                     score = fma(product, every(weights[row * num_heads + head]), score)
                 store(scores, tile + key, score)
-        _take(bits, count, counters, table, block_size, num_chosen, shift(slots, unit * num_chosen))
+        _take(
+            bits,
+            count,
+            counters,
+            table,
+            block_size,
+            num_chosen,
+            shift(slots, unit * num_chosen),
+        )
 
 
 @kernel
@@ -146,13 +164,16 @@ def _unpack(
 ) -> None:
     """Unpack the keys `first:end`, a tile at most, to columns in fp32, 16 side by side."""
     width = row_floats(head_dim)
-    is_whole = block_size % WIDTH == 0 and width == head_dim  # rows of 16 keys are contiguous
+    # Rows of 16 keys are contiguous.
+    is_whole = block_size % WIDTH == 0 and width == head_dim
     for key in range(first, end, WIDTH):
         rows = shift(pool, address(table, key, block_size, stride_block, head_dim))
         if not is_whole:
             rows = staging
             for i in range(min(WIDTH, end - key)):
-                row = shift(pool, address(table, key + i, block_size, stride_block, head_dim))
+                row = shift(
+                    pool, address(table, key + i, block_size, stride_block, head_dim)
+                )
                 for d in range(head_dim):
                     staging[i * width + d] = row[d]
         columns = shift(keys, (key - first) * width)
@@ -220,7 +241,9 @@ def gather_rows(
 ) -> None:
     for number in range(first, end):
         slot = slots[number]
-        source = shift(pool, slot // block_size * stride_block + slot % block_size * row_dim)
+        source = shift(
+            pool, slot // block_size * stride_block + slot % block_size * row_dim
+        )
         target = shift(out, number * row_dim)
         for d in range(row_dim):
             target[d] = source[d]

@@ -41,7 +41,9 @@ class StateWork:
         return self.tables.ctypes.data, self.items.ctypes.data
 
 
-def state_work(chunks: Sequence[tuple[int, int, int, int]], blocks: Sequence[int]) -> StateWork:
+def state_work(
+    chunks: Sequence[tuple[int, int, int, int]], blocks: Sequence[int]
+) -> StateWork:
     """Return chunks of sequences whose states have as many blocks each, in order.
 
     A chunk is its first row, its tokens, its first position, and how many of its tokens the state
@@ -64,9 +66,13 @@ class CpuStates:
         self._pool = pool
         self._layout = layout
         self._threads = CpuThreads()
-        self._offsets = [np.array(offsets, np.int64) // MATRIX_BYTES for offsets in layout.strips]
+        self._offsets = [
+            np.array(offsets, np.int64) // MATRIX_BYTES for offsets in layout.strips
+        ]
 
-    def convolve(self, x: Tensor, layer: int, work: StateWork, weights: StateWeights) -> Tensor:
+    def convolve(
+        self, x: Tensor, layer: int, work: StateWork, weights: StateWeights
+    ) -> Tensor:
         """Return the convolved channels, `[num_tokens, groups * channels]` in fp32.
 
         The channels are the first numbers of each row of `x`. Those of the last tokens are kept.
@@ -74,7 +80,9 @@ class CpuStates:
         shape = self._layout.shape
         layout = self._layout
         out = torch.empty(len(x), shape.num_groups * shape.num_channels)
-        sizes = self._sizes(layout.tails[layer] // layout.number_bytes, layout.number_bytes)
+        sizes = self._sizes(
+            layout.tails[layer] // layout.number_bytes, layout.number_bytes
+        )
         arguments = (
             x.data_ptr(),
             x.stride(0),
@@ -92,7 +100,9 @@ class CpuStates:
         )
         floats = shape.num_taps * shape.num_channels
         cost = work.num_tokens * shape.num_channels * shape.num_taps * NS_PER_TAP
-        self._run("convolve", len(work.items) * shape.num_groups, cost, floats, arguments)
+        self._run(
+            "convolve", len(work.items) * shape.num_groups, cost, floats, arguments
+        )
         return out
 
     def gate_steps(self, x: Tensor, gates: Gates) -> tuple[Tensor, Tensor]:
@@ -102,7 +112,9 @@ class CpuStates:
         """
         if gates.num_betas is not None:
             assert gates.to_betas is not None, "a head has one beta and many steps"
-            decays, _ = self.gate_steps(x, replace(gates, to_betas=None, num_betas=None))
+            decays, _ = self.gate_steps(
+                x, replace(gates, to_betas=None, num_betas=None)
+            )
             few = gates.rates[: gates.num_betas]
             _, betas = self.gate_steps(x, replace(gates, rates=few, num_betas=None))
             return decays, betas
@@ -173,7 +185,9 @@ class CpuStates:
         self._run("advance_states", len(work.items) * heads, cost, floats, arguments)
         return out
 
-    def gated_norm(self, x: Tensor, gates: Tensor, weights: StateWeights, eps: float) -> Tensor:
+    def gated_norm(
+        self, x: Tensor, gates: Tensor, weights: StateWeights, eps: float
+    ) -> Tensor:
         """Return the gated norms of `x` in the dtype of `gates`; `x` may change."""
         num_rows, width = x.shape
         out = gates.new_empty(num_rows, width)

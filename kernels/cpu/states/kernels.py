@@ -35,7 +35,8 @@ from baton.kernels.cpu.vectors import (
     total,
 )
 
-FIELDS = 5  # of an item: first row, tokens, first position, start of its blocks, tokens it holds
+# Of an item: first row, tokens, first position, start of its blocks, tokens it holds.
+FIELDS = 5
 
 
 @inlined
@@ -85,7 +86,8 @@ def convolve(
     groups: int,
     channels: int,
     taps: int,
-    offset: int,  # of the last inputs; this and the next three count numbers of the model's dtype
+    # Of the last inputs; this and the next three count numbers of the model's dtype.
+    offset: int,
     part: int,
     stride_part: int,
     stride_block: int,
@@ -119,10 +121,14 @@ def convolve(
                     if at >= 0:
                         number = load_first(source, at * stride_x + c, count)
                     elif position + at >= 0:
-                        number = load_first(scratch, (position + at) % taps * channels + c, count)
+                        number = load_first(
+                            scratch, (position + at) % taps * channels + c, count
+                        )
                     else:
                         number = every(ZERO)
-                    value = fma(number, load_first(own, tap * channels + c, count), value)
+                    value = fma(
+                        number, load_first(own, tap * channels + c, count), value
+                    )
                 if activates:
                     value = value * sigmoid(value)
                 store_first(target, token * groups * channels + c, value, count)
@@ -171,7 +177,8 @@ def advance_states(
     first_unit: int,  # item * heads + head
     end_unit: int,
     scratch: Floats,  # five rows of keys, and a strip
-    x: Floats,  # [num_tokens, width]: groups of queries, keys and values, each of all its heads
+    # [num_tokens, width]: groups of queries, keys and values, each of all its heads.
+    x: Floats,
     width: int,
     to_queries: int,
     to_keys: int,
@@ -184,8 +191,10 @@ def advance_states(
     strips: int,  # of a matrix
     is_normed: int,  # queries and keys have a length of 1
     scale: float,  # of queries
-    corrects: int,  # a step adds what the state lacks of a value, and not the value itself
-    decays: Floats,  # [num_tokens, heads], or [num_tokens, heads, key_dim] if they are `by_key`
+    # A step adds what the state lacks of a value, and not the value itself.
+    corrects: int,
+    # [num_tokens, heads], or [num_tokens, heads, key_dim] if they are `by_key`.
+    decays: Floats,
     by_key: int,
     betas: Floats,  # [num_tokens, heads]
     skips: Floats,  # [heads]: how much of a value goes past the state
@@ -233,7 +242,9 @@ def advance_states(
             is_whole = offset % part + size <= part
             matrix = flat
             if is_whole:
-                matrix = shift(blocks, table[offset // part] * stride_block + offset % part)
+                matrix = shift(
+                    blocks, table[offset // part] * stride_block + offset % part
+                )
             elif position > 0:
                 copy_part(flat, blocks, table, offset, size, part, stride_block, 0)
             if position == 0:
@@ -283,7 +294,9 @@ def _take(
 
 
 @kernel
-def _multiply(target: Floats, source: Floats, factors: Floats, at: int, count: int) -> None:
+def _multiply(
+    target: Floats, source: Floats, factors: Floats, at: int, count: int
+) -> None:
     for i in range(0, count, WIDTH):
         factor = load_first(factors, at + i, count - i)
         store(target, i, load_first(source, i, count - i) * factor)
@@ -323,7 +336,8 @@ def _advance_strip(
     later = shift(scratch, 2 * padded)
     decayed = shift(scratch, 3 * padded)
     lasting = shift(scratch, 4 * padded)
-    step = heads * key_dim if by_key else heads  # from a token's decays to the next token's
+    # From a token's decays to the next token's.
+    step = heads * key_dim if by_key else heads
     one = column + WIDTH
     two = column + 2 * WIDTH
     three = column + 3 * WIDTH

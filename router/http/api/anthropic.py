@@ -138,13 +138,19 @@ def parse_message(data: bytes, defaults: Mapping[str, object]) -> ParsedRequest:
     `defaults` are the model's sampling parameters, for fields that the body leaves out.
     """
     body, ignored = decoded(_decoder, data)
-    given = {name: getattr(body, name) for name in ("stream", "temperature", "top_p", "top_k")}
+    given = {
+        name: getattr(body, name)
+        for name in ("stream", "temperature", "top_p", "top_k")
+    }
     more = {"stop": body.stop_sequences, "max_completion_tokens": body.max_tokens}
     return chat_of(body, defaults, ignored, **given, **more)
 
 
 def chat_of(
-    body: CountBody, defaults: Mapping[str, object], ignored: list[str], **settings: object
+    body: CountBody,
+    defaults: Mapping[str, object],
+    ignored: list[str],
+    **settings: object,
 ) -> ParsedRequest:
     """Return what a chat with the turns of `body` asks for. Raises `RequestError`.
 
@@ -158,13 +164,20 @@ def chat_of(
     chat = ChatBody(
         model=body.model,
         messages=[],
-        tools=[_tool_of(f"tools[{index}]", tool) for index, tool in enumerate(body.tools or ())],
+        tools=[
+            _tool_of(f"tools[{index}]", tool)
+            for index, tool in enumerate(body.tools or ())
+        ],
         tool_choice=chosen.get(choice.type) or NamedTool(FunctionName(choice.name)),
         parallel_tool_calls=not choice.disable_parallel_tool_use,
-        response_format=ResponseFormat("json_schema", JsonSchema(form.schema)) if form else None,
+        response_format=ResponseFormat("json_schema", JsonSchema(form.schema))
+        if form
+        else None,
         include_reasoning=thinks,
         chat_template_kwargs={"enable_thinking": thinks, "thinking": thinks},
-        reasoning_effort=body.output_config.effort if body.output_config is not None else None,
+        reasoning_effort=body.output_config.effort
+        if body.output_config is not None
+        else None,
         **settings,  # type: ignore[arg-type]
     )
     try:
@@ -183,7 +196,9 @@ def _tool_of(place: str, tool: ToolDefinition) -> Tool:
         return Tool(tool.type)
     if tool.name is None or tool.input_schema is None:
         missing = "name" if tool.name is None else "input_schema"
-        raise RequestError(f"a tool needs the field {missing}", param=f"{place}.{missing}")
+        raise RequestError(
+            f"a tool needs the field {missing}", param=f"{place}.{missing}"
+        )
     function = Function(tool.name, tool.description, tool.input_schema, tool.strict)
     return Tool("function", function)
 
@@ -226,11 +241,15 @@ def _answer_of(place: str, content: str | list[Block]) -> Object:
                 calls.append(_call_of(f"{place}[{number}]", block))
             case "tool_result":
                 raise RequestError(
-                    "this block does not belong to assistant", param=f"{place}[{number}]"
+                    "this block does not belong to assistant",
+                    param=f"{place}[{number}]",
                 )
             case _:
                 shown.append(block)
-    turn: Object = {"role": "assistant", "content": _text_of(place, shown, is_history=True)}
+    turn: Object = {
+        "role": "assistant",
+        "content": _text_of(place, shown, is_history=True),
+    }
     if any(thoughts):
         turn["reasoning_content"] = turn["reasoning"] = "\n".join(thoughts)
     if calls:
@@ -241,7 +260,9 @@ def _answer_of(place: str, content: str | list[Block]) -> Object:
 def _call_of(place: str, block: Block) -> Object:
     if block.id is None or not block.name:
         missing = "id" if block.id is None else "name"
-        raise RequestError(f"a tool_use needs the field {missing}", param=f"{place}.{missing}")
+        raise RequestError(
+            f"a tool_use needs the field {missing}", param=f"{place}.{missing}"
+        )
     return plain_call(TurnCall(CalledFunction(block.name, block.input), id=block.id))
 
 
@@ -380,7 +401,12 @@ class MessageEvents:
 
     def _message(self, metrics: RequestMetrics) -> Object:
         head = {"id": self._writer.id, "type": "message", "role": "assistant"}
-        message = {**head, "model": self._writer.model, "content": self._blocks, **self._stop}
+        message = {
+            **head,
+            "model": self._writer.model,
+            "content": self._blocks,
+            **self._stop,
+        }
         return {**message, "usage": _usage_of(metrics)}
 
     def _add(self, kind: str, text: str) -> None:
@@ -407,7 +433,9 @@ class MessageEvents:
     def _open(self, block: Object) -> None:
         self._blocks.append(block)
         self._is_open = True
-        self._emit("content_block_start", index=len(self._blocks) - 1, content_block=block)
+        self._emit(
+            "content_block_start", index=len(self._blocks) - 1, content_block=block
+        )
 
     def _change(self, delta: Object) -> None:
         self._emit("content_block_delta", index=len(self._blocks) - 1, delta=delta)
@@ -447,9 +475,17 @@ def _object_of(arguments: str) -> msgspec.Raw | Object:
 def message_error(error: BatonError) -> bytes:
     """Return an error in Anthropic's form, for a body or an event."""
     status = error.http_status
-    kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    message = error.message.encode(errors="replace").decode()  # it may quote bytes of a header
-    details = {"type": kind, "message": message, "param": error.param, "code": error.code}
+    kind = _ERROR_TYPES.get(
+        status, "invalid_request_error" if status < 500 else "api_error"
+    )
+    # It may quote bytes of a header.
+    message = error.message.encode(errors="replace").decode()
+    details = {
+        "type": kind,
+        "message": message,
+        "param": error.param,
+        "code": error.code,
+    }
     return _encode({"type": "error", "error": details})
 
 

@@ -146,7 +146,15 @@ OUTPUT_FIELDS = frozenset(
     )
 ).union(*SAME_PURPOSE)
 # What holds content in turns of other APIs.
-_CONTENT_KEYS = ("images", "image_url", "videos", "audios", "files", "documents", "attachments")
+_CONTENT_KEYS = (
+    "images",
+    "image_url",
+    "videos",
+    "audios",
+    "files",
+    "documents",
+    "attachments",
+)
 _INDEX = re.compile(r"\[\d+\]")
 _TOOLS = "tools["
 _HISTORY = (b'"assistant"', b'"tool"')
@@ -196,7 +204,10 @@ def decoded(decoder: msgspec.json.Decoder[S], data: bytes) -> tuple[S, list[str]
 
 
 def converted(
-    place: str, value: Mapping[str, object], kind: type[S], ignored: list[str] | None = None
+    place: str,
+    value: Mapping[str, object],
+    kind: type[S],
+    ignored: list[str] | None = None,
 ) -> S:
     """Return an object as a struct. Raises `RequestError`, whose field is at `place`.
 
@@ -228,7 +239,9 @@ class _Cleaning:
     def __init__(self) -> None:
         self.ignored: list[str] = []
 
-    def of(self, data: bytes, kind: type[msgspec.Struct], path: str, *, is_setting: bool) -> bytes:
+    def of(
+        self, data: bytes, kind: type[msgspec.Struct], path: str, *, is_setting: bool
+    ) -> bytes:
         """Return the JSON of an object that a struct of `kind` takes.
 
         `path` names the object in the body. What is no setting is a tool or a turn. Clients have
@@ -273,13 +286,17 @@ class _Cleaning:
         except msgspec.DecodeError:
             return data
         cleaned = [
-            msgspec.Raw(self.of(bytes(item), kind, f"{path}[{index}]", is_setting=False))
+            msgspec.Raw(
+                self.of(bytes(item), kind, f"{path}[{index}]", is_setting=False)
+            )
             for index, item in enumerate(items)
         ]
         return msgspec.json.encode(cleaned)
 
 
-def _check_settings(unknown: Mapping[str, bytes], kind: type[msgspec.Struct], path: str) -> None:
+def _check_settings(
+    unknown: Mapping[str, bytes], kind: type[msgspec.Struct], path: str
+) -> None:
     """Raise `RequestError` for the first unknown setting that may not be ignored."""
     if len(unknown) > MAX_UNKNOWN_FIELDS:
         text = f"the body has more than {MAX_UNKNOWN_FIELDS} unknown fields"
@@ -306,7 +323,9 @@ def _others_of(name: str, known: Collection[str]) -> list[str]:
     return others
 
 
-def _check_spelling(names: Collection[str], kind: type[msgspec.Struct], path: str) -> None:
+def _check_spelling(
+    names: Collection[str], kind: type[msgspec.Struct], path: str
+) -> None:
     """Raise `RequestError` for an unknown name that looks like a known one with a mistake."""
     for name in names:
         meant = _meant_by(name, kind.__struct_fields__)
@@ -358,7 +377,9 @@ def _wrong_letters(name: str, other: str) -> int:
 
 
 @cache
-def _structs_in(kind: type[msgspec.Struct]) -> Mapping[str, tuple[type[msgspec.Struct], bool]]:
+def _structs_in(
+    kind: type[msgspec.Struct],
+) -> Mapping[str, tuple[type[msgspec.Struct], bool]]:
     """Return the fields with structs that refuse unknown fields, and whether each is a list."""
     info = inspect.type_info(kind)
     assert isinstance(info, inspect.StructType)
@@ -368,7 +389,10 @@ def _structs_in(kind: type[msgspec.Struct]) -> Mapping[str, tuple[type[msgspec.S
             is_list = isinstance(part, inspect.ListType)
             inner = part.item_type if isinstance(part, inspect.ListType) else part
             for member in _members_of(inner):
-                if isinstance(member, inspect.StructType) and member.forbid_unknown_fields:
+                if (
+                    isinstance(member, inspect.StructType)
+                    and member.forbid_unknown_fields
+                ):
                     structs[field.encode_name] = (member.cls, is_list)
     return structs
 
@@ -399,4 +423,6 @@ def _malformed(error: str, data: bytes) -> RequestError:
                 what = "must be finite: NaN and Infinity are not JSON"
             shown = clip(name.encode("ascii", "backslashreplace").decode())
             return RequestError(f"{shown} {what}", param=shown)
-    return RequestError(f"the body is not valid JSON: {clip(error)}", code="invalid_json")
+    return RequestError(
+        f"the body is not valid JSON: {clip(error)}", code="invalid_json"
+    )

@@ -23,7 +23,9 @@ from baton.router.http.api.schema import Endpoint, ParsedRequest
 MAX_CHOICES = 16  # choices of a response that can be resumed
 LAST_EVENT_ID = "Last-Event-ID"
 Tail = Literal["", "/u", "/d"]
-_RESPONSE = re.compile(r"((?:chat)?cmpl-[0-9a-f]{24}):(-?[0-9a-f]{1,10})-(-?[0-9a-f]{1,16})")
+_RESPONSE = re.compile(
+    r"((?:chat)?cmpl-[0-9a-f]{24}):(-?[0-9a-f]{1,10})-(-?[0-9a-f]{1,16})"
+)
 _PART = re.compile(r"(?:(\d{1,9})(e?)(?:@([0-9a-f]{8}))?)?")
 _TAILS: dict[str, Tail] = {"": "", "u": "/u", "d": "/d"}
 
@@ -64,7 +66,9 @@ class ResumePoint(msgspec.Struct, frozen=True):
         choices, _, tail = rest.partition("/")
         made = _RESPONSE.fullmatch(response)
         parts = [_PART.fullmatch(part) for part in choices.split(".", MAX_CHOICES)]
-        received = tuple(_received(*part.groups()) for part in parts if part is not None)
+        received = tuple(
+            _received(*part.groups()) for part in parts if part is not None
+        )
         is_whole = len(received) == len(parts) <= MAX_CHOICES
         if made is None or not is_whole or tail not in _TAILS:
             text = "this is not the id of an event of a stream that can be resumed"
@@ -84,7 +88,11 @@ def resume_point(request: web.Request, parsed: ParsedRequest) -> ResumePoint | N
     Raises `RequestError` if the client wants to resume what it cannot.
     """
     num_choices = parsed.params.n
-    is_plain = not parsed.echo and parsed.params.logprobs is None and parsed.endpoint in _CHUNKED
+    is_plain = (
+        not parsed.echo
+        and parsed.params.logprobs is None
+        and parsed.endpoint in _CHUNKED
+    )
     is_one = len(parsed.packed_prompts) == 1 and num_choices <= MAX_CHOICES
     has_ids = parsed.is_streamed and is_one and is_plain
     event_id = request.headers.get(LAST_EVENT_ID)
@@ -95,7 +103,11 @@ def resume_point(request: web.Request, parsed: ParsedRequest) -> ResumePoint | N
         return point
     if not has_ids or not wants_ids(request):
         return None
-    seed = secrets.randbits(SEED_BITS) if parsed.params.seed is None else parsed.params.seed
+    seed = (
+        secrets.randbits(SEED_BITS)
+        if parsed.params.seed is None
+        else parsed.params.seed
+    )
     nothing = (ReceivedPart(),) * num_choices
     return ResumePoint(new_id(parsed.endpoint), int(time.time()), seed, nothing)
 
@@ -120,7 +132,9 @@ class EventIds:
         self._counts = [one.num_tokens for one in received]
         self._digests = [one.digest for one in received]
         self._parts = [
-            _part(one.num_tokens, one.digest, has_ended=one.has_ended) if one.has_begun else b""
+            _part(one.num_tokens, one.digest, has_ended=one.has_ended)
+            if one.has_begun
+            else b""
             for one in received
         ]
 
@@ -129,12 +143,16 @@ class EventIds:
         if self._counts:
             self._parts[choice] = b"0"
 
-    def advance(self, choice: int, token_ids: Sequence[int], *, has_ended: bool) -> None:
+    def advance(
+        self, choice: int, token_ids: Sequence[int], *, has_ended: bool
+    ) -> None:
         """Note an event with tokens of a choice."""
         if self._counts:
             self._counts[choice] += len(token_ids)
             digest = self._digests[choice] = digest_of(token_ids, self._digests[choice])
-            self._parts[choice] = _part(self._counts[choice], digest, has_ended=has_ended)
+            self._parts[choice] = _part(
+                self._counts[choice], digest, has_ended=has_ended
+            )
 
     def current(self, tail: bytes = b"") -> bytes:
         """Return the id of the event that has just been noted."""
@@ -149,8 +167,12 @@ def _part(num_tokens: int, digest: int, *, has_ended: bool) -> bytes:
     return part + b"@%08x" % digest if num_tokens else part
 
 
-def _received(num_tokens: str | None, end: str | None, digest: str | None) -> ReceivedPart:
+def _received(
+    num_tokens: str | None, end: str | None, digest: str | None
+) -> ReceivedPart:
     """Read the groups of a part of an event id, which are None before the choice's first event."""
     has_begun = num_tokens is not None
     has_ended = end == "e"
-    return ReceivedPart(int(num_tokens or 0), has_begun, has_ended, int(digest or "0", 16))
+    return ReceivedPart(
+        int(num_tokens or 0), has_begun, has_ended, int(digest or "0", 16)
+    )

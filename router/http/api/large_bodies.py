@@ -48,7 +48,11 @@ class Preparing:
     """Turns bodies into what is asked for, with prompts as token ids, in either process."""
 
     def __init__(
-        self, text: Text, template: ChatTemplate | None, model_format: ModelFormat, path: str
+        self,
+        text: Text,
+        template: ChatTemplate | None,
+        model_format: ModelFormat,
+        path: str,
     ) -> None:
         self.text = text
         self._template = template
@@ -64,7 +68,9 @@ class Preparing:
                 return pooled_prompts(endpoint, body, model, self._texts)
         return self.tokenized(self.parsed(endpoint, model, body), model)
 
-    def parsed(self, endpoint: Endpoint, model: ServedModel, body: bytes) -> ParsedRequest:
+    def parsed(
+        self, endpoint: Endpoint, model: ServedModel, body: bytes
+    ) -> ParsedRequest:
         return parse_body(endpoint, body, model, self._format)
 
     def tokenized(self, parsed: ParsedRequest, model: ServedModel) -> ParsedRequest:
@@ -74,7 +80,9 @@ class Preparing:
 class BodyWork:
     """Prepares the bodies of one router. Call `close` in the end."""
 
-    def __init__(self, config: ClusterConfig, text: Text, template: ChatTemplate | None) -> None:
+    def __init__(
+        self, config: ClusterConfig, text: Text, template: ChatTemplate | None
+    ) -> None:
         model_format = ModelFormat.of(config.router, template)
         path = config.model.path
         self._preparing = Preparing(text, template, model_format, path)
@@ -130,7 +138,9 @@ class BodyWork:
         try:
             reply = await self._worker.run(job, self._lane, client)
         except TooMuchWork:
-            text = "the body takes more time or memory to read than one request may have"
+            text = (
+                "the body takes more time or memory to read than one request may have"
+            )
             raise TooMuchWork(text) from None
         assert isinstance(reply, kind)
         return reply

@@ -64,7 +64,9 @@ class ModelFormat(msgspec.Struct, frozen=True):
         """
         if not parsed.is_chat or (parsed.tools is None and not self.reasoning):
             return parsed
-        parsing = Parsing(reasoning=self.reasoning, include_reasoning=parsed.include_reasoning)
+        parsing = Parsing(
+            reasoning=self.reasoning, include_reasoning=parsed.include_reasoning
+        )
         sampling = {**parsed.sampling}
         if self.reasoning == "openai_gptoss":  # channels are special tokens
             sampling["skip_special_tokens"] = False
@@ -88,7 +90,9 @@ class ModelFormat(msgspec.Struct, frozen=True):
         parsing = msgspec.structs.replace(
             parsing,
             tools=row.name,
-            tool_names=() if row.trigger else tuple(tool.name for tool in tools.functions),
+            tool_names=()
+            if row.trigger
+            else tuple(tool.name for tool in tools.functions),
             schemas=_schemas_of(tools) if row.body == "parameters" else {},
             parallel_tool_calls=tools.parallel_tool_calls,
         )

@@ -95,17 +95,25 @@ class LogprobForms(msgspec.Struct, frozen=True):
     ) -> ShownPrompt:
         """Return a prompt with the columns of its tokens."""
         first = Logprob(0.0, 0, *spell(token_ids[0]))
-        rows = [(one, found) for one, found in zip(token_ids, scores, strict=True) if found]
+        rows = [
+            (one, found) for one, found in zip(token_ids, scores, strict=True) if found
+        ]
         num_first = len(first.decoded_token)
         rest = self.columns(rows, num_first)
-        columns = Columns([self._key(token_ids[0], first)], [None], [None], [0]).followed_by(rest)
-        num_chars = num_first + sum(len(found[one].decoded_token) for one, found in rows)
+        columns = Columns(
+            [self._key(token_ids[0], first)], [None], [None], [0]
+        ).followed_by(rest)
+        num_chars = num_first + sum(
+            len(found[one].decoded_token) for one, found in rows
+        )
         return ShownPrompt(text, columns, num_chars)
 
     def of_prompt(self, token_ids: list[int], scores: PromptScores) -> msgspec.Raw:
         """Return the field `prompt_logprobs` of vLLM, encoded."""
         shown = [
-            {other: _row(one) for other, one in self._kept(token_id, found)} if found else None
+            {other: _row(one) for other, one in self._kept(token_id, found)}
+            if found
+            else None
             for token_id, found in zip(token_ids, scores, strict=True)
         ]
         return msgspec.Raw(msgspec.json.encode(shown))
@@ -134,13 +142,21 @@ class LogprobForms(msgspec.Struct, frozen=True):
         if self.names_ids:
             return f"token_id:{token_id}"
         token = one.decoded_token
-        if REPLACEMENT not in token or not one.token_bytes or token.encode() == one.token_bytes:
+        if (
+            REPLACEMENT not in token
+            or not one.token_bytes
+            or token.encode() == one.token_bytes
+        ):
             return token
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in one.token_bytes)
 
 
 def _row(one: Logprob) -> dict[str, object]:
-    return {"logprob": _finite(one), "rank": one.rank, "decoded_token": one.decoded_token}
+    return {
+        "logprob": _finite(one),
+        "rank": one.rank,
+        "decoded_token": one.decoded_token,
+    }
 
 
 def _finite(one: Logprob) -> float:
@@ -161,7 +177,8 @@ class ResponseWriter(msgspec.Struct, frozen=True):
     token_ids: bool
     continuous_usage: bool = False  # in each chunk, the usage of its choice so far
     system_fingerprint: str = ""
-    num_logprobs: int | None = None  # for how many of the likeliest tokens, if they are wanted
+    # For how many of the likeliest tokens, if they are wanted.
+    num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None  # the same in the field `prompt_logprobs`
     names_ids: bool = False  # log probabilities name ids instead of texts
     point: ResumePoint | None = None  # where a stream begins that the client can resume
@@ -169,7 +186,12 @@ class ResponseWriter(msgspec.Struct, frozen=True):
     def opening(self, index: int, num_prompt_tokens: int, prompt: ShownPrompt) -> bytes:
         """Return the first chunk of a choice of a chat."""
         delta = {"role": "assistant", "content": ""}
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        choice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": None,
+            "finish_reason": None,
+        }
         data = self._head(True) + b"[" + _encode(choice) + b"]"
         if prompt.token_ids is not None:
             data += b',"prompt_token_ids":' + _encode(prompt.token_ids)
@@ -227,7 +249,9 @@ class ResponseWriter(msgspec.Struct, frozen=True):
         """Return the body. `prompts` are echoed, or have log probabilities or token ids."""
         per_prompt = len(outputs) // len(prompts or outputs)
         shown = [
-            one for one in prompts or [ShownPrompt()] * len(outputs) for _ in range(per_prompt)
+            one
+            for one in prompts or [ShownPrompt()] * len(outputs)
+            for _ in range(per_prompt)
         ]
         pairs = zip(outputs, shown, strict=True)
         choices = b",".join(_encode(self._choice(output, one)) for output, one in pairs)
@@ -238,12 +262,19 @@ class ResponseWriter(msgspec.Struct, frozen=True):
             data += b',"prompt_token_ids":' + _encode(prompts[0].token_ids)
         return data + b',"usage":' + _encode(self._usage(metrics)) + b"}"
 
-    def _choice(self, output: CompletionOutput, prompt: ShownPrompt) -> dict[str, object]:
+    def _choice(
+        self, output: CompletionOutput, prompt: ShownPrompt
+    ) -> dict[str, object]:
         choice: dict[str, object] = {"index": output.index}
         if self.is_chat:
             parts = _parts_of(self.id, output, is_delta=False)
             content = output.text or (None if parts else "")
-            message = {"role": "assistant", "content": content, "refusal": None, **parts}
+            message = {
+                "role": "assistant",
+                "content": content,
+                "refusal": None,
+                **parts,
+            }
             choice["message"] = message
         else:
             choice["text"] = (prompt.text or "") + output.text
@@ -263,10 +294,16 @@ class ResponseWriter(msgspec.Struct, frozen=True):
             choice["token_ids"] = output.token_ids
         return choice
 
-    def logprobs(self, output: CompletionOutput, offset: int) -> dict[str, object] | Columns:
+    def logprobs(
+        self, output: CompletionOutput, offset: int
+    ) -> dict[str, object] | Columns:
         """Return the log probabilities of an output whose text begins at `offset`."""
         rows = zip(output.token_ids, output.logprobs or (), strict=False)
-        return self._forms.of_chat(rows) if self.is_chat else self._forms.columns(rows, offset)
+        return (
+            self._forms.of_chat(rows)
+            if self.is_chat
+            else self._forms.columns(rows, offset)
+        )
 
     def _usage(self, metrics: Sequence[RequestMetrics]) -> dict[str, object]:
         usage = usage_of(metrics)
@@ -282,7 +319,12 @@ class ResponseWriter(msgspec.Struct, frozen=True):
         kind = "text_completion"
         if self.is_chat:
             kind = "chat.completion.chunk" if is_chunk else "chat.completion"
-        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        head = {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+        }
         if self.system_fingerprint:
             head["system_fingerprint"] = self.system_fingerprint
         return _encode(head)[:-1] + b',"choices":'
@@ -306,7 +348,9 @@ class ChunkTemplate:
         "_writer",
     )
 
-    def __init__(self, writer: ResponseWriter, before: bytes, after: bytes, end: bytes) -> None:
+    def __init__(
+        self, writer: ResponseWriter, before: bytes, after: bytes, end: bytes
+    ) -> None:
         self._writer = writer
         self._num_chars = 0  # of the tokens so far, for log probabilities
         self._before = before
@@ -329,10 +373,14 @@ class ChunkTemplate:
     def echo(self, index: int, prompt: ShownPrompt) -> bytes:
         """Return the chunk of the prompt before its choice."""
         self._num_chars = prompt.num_chars
-        return self.fill(CompletionOutput(index, prompt.text or "", []), prompt.logprobs)
+        return self.fill(
+            CompletionOutput(index, prompt.text or "", []), prompt.logprobs
+        )
 
     def fill(
-        self, delta: CompletionOutput, logprobs: Mapping[str, object] | Columns | None = None
+        self,
+        delta: CompletionOutput,
+        logprobs: Mapping[str, object] | Columns | None = None,
     ) -> bytes:
         """Return the chunk of a delta, with `logprobs` or its own."""
         text = _encode(delta.text)
@@ -350,9 +398,13 @@ class ChunkTemplate:
         if delta.logprobs is not None:
             logprobs = self._writer.logprobs(delta, self._num_chars)
             pairs = zip(delta.token_ids, delta.logprobs, strict=True)
-            self._num_chars += sum(len(found[token_id].decoded_token) for token_id, found in pairs)
+            self._num_chars += sum(
+                len(found[token_id].decoded_token) for token_id, found in pairs
+            )
         if logprobs is not None:
-            after = after.replace(b'"logprobs":null', b'"logprobs":' + _encode(logprobs))
+            after = after.replace(
+                b'"logprobs":null', b'"logprobs":' + _encode(logprobs)
+            )
         elif delta.finish_reason is None and not token_ids:
             return self._before + text + self._running_end
         data = self._before + text + after + _encode(delta.finish_reason)
@@ -391,7 +443,9 @@ class ChunkEvents:
         is_streamed: bool = True,
     ) -> None:
         """Begin where the client stands that resumes a stream, by `ids`, if events have any."""
-        self._whole = None if is_streamed else Merged(num_choices * len(num_prompt_tokens))
+        self._whole = (
+            None if is_streamed else Merged(num_choices * len(num_prompt_tokens))
+        )
         self.writer = writer
         self._num_choices = num_choices
         self._prompts = prompts
@@ -459,7 +513,9 @@ class ChunkEvents:
         return b"data: %b\n\n" % data
 
 
-def _parts_of(response_id: str, output: CompletionOutput, *, is_delta: bool) -> dict[str, object]:
+def _parts_of(
+    response_id: str, output: CompletionOutput, *, is_delta: bool
+) -> dict[str, object]:
     """Return the fields of a message besides its content: reasoning by both names, and calls."""
     parts: dict[str, object] = {}
     if output.reasoning:
@@ -472,7 +528,9 @@ def _parts_of(response_id: str, output: CompletionOutput, *, is_delta: bool) -> 
     return parts
 
 
-def _call_of(response_id: str, choice: int, call: ToolCall, *, is_delta: bool) -> dict[str, object]:
+def _call_of(
+    response_id: str, choice: int, call: ToolCall, *, is_delta: bool
+) -> dict[str, object]:
     """Return a call, or more of its arguments."""
     index: dict[str, object] = {"index": call.index} if is_delta else {}
     if not call.name:
@@ -505,7 +563,10 @@ def _counts(num_prompt_tokens: int, num_output_tokens: int) -> dict[str, object]
 @cache
 def system_fingerprint(model_fingerprint: str) -> str:
     """Return a name of the model's weights and baton's version."""
-    return "fp_" + hashlib.sha256(f"{model_fingerprint} {VERSION}".encode()).hexdigest()[:10]
+    return (
+        "fp_"
+        + hashlib.sha256(f"{model_fingerprint} {VERSION}".encode()).hexdigest()[:10]
+    )
 
 
 def usage_of(metrics: Sequence[RequestMetrics]) -> dict[str, object]:
@@ -525,5 +586,7 @@ def usage_of(metrics: Sequence[RequestMetrics]) -> dict[str, object]:
 
 def clamped_to(metrics: Sequence[RequestMetrics]) -> int | None:
     """Return the least to which `max_tokens` was cut; None if it was cut for no prompt."""
-    limits = [one.max_tokens_clamped for one in metrics if one.max_tokens_clamped is not None]
+    limits = [
+        one.max_tokens_clamped for one in metrics if one.max_tokens_clamped is not None
+    ]
     return min(limits, default=None)

@@ -15,7 +15,12 @@ from baton.router.http.api.decoding import decoded
 from baton.router.http.api.prepare import lora_of, packed
 from baton.router.http.api.schema import LONGEST_PROMPT, KeptTokens
 from baton.router.http.errors import blaming
-from baton.router.text.pooled_texts import PooledTexts, PromptOptions, cosine_of, score_of
+from baton.router.text.pooled_texts import (
+    PooledTexts,
+    PromptOptions,
+    cosine_of,
+    score_of,
+)
 
 # OpenAI's limit for one request.
 MAX_TEXTS = 2048
@@ -110,11 +115,15 @@ def pooled_prompts(
             return _of_ranks(data, model, texts)
 
 
-def _of_embeddings(data: bytes, model: ServedModel, texts: PooledTexts) -> PooledPrompts:
+def _of_embeddings(
+    data: bytes, model: ServedModel, texts: PooledTexts
+) -> PooledPrompts:
     body, ignored = decoded(_embedding_decoder, data)
     scope = _scope_of(body, model)
     if model.tasks.embedding is None:
-        raise cannot(model, "embeddings", "model.convert=embed (--convert embed) makes some")
+        raise cannot(
+            model, "embeddings", "model.convert=embed (--convert embed) makes some"
+        )
     options = PromptOptions(
         max_tokens=max_tokens(model),
         cut_to=cut_to(body.truncate_prompt_tokens, max_tokens(model)),
@@ -147,7 +156,9 @@ def _inputs_of(given: str | list[int | str | list[int]]) -> Sequence[str | list[
     if all(isinstance(item, int) for item in given):
         return [given]  # type: ignore[list-item]
     if any(isinstance(item, int) for item in given):
-        raise RequestError("token ids and texts cannot be mixed in one list", param="input")
+        raise RequestError(
+            "token ids and texts cannot be mixed in one list", param="input"
+        )
     if len(given) > MAX_TEXTS:
         text = f"input holds {len(given)} texts; at most {MAX_TEXTS} fit one request"
         raise RequestError(text, param="input")
@@ -224,12 +235,16 @@ def scored(
     if tasks.num_labels == 1:
         asks = tasks.scores_by_tokens
         with blaming({"prompt": fields[1]}):
-            prompts = checked([texts.of_pair(*pair, options, asks=asks) for pair in pairs], model)
+            prompts = checked(
+                [texts.of_pair(*pair, options, asks=asks) for pair in pairs], model
+            )
         return PooledPrompts(
             prompts=prompts, pooling="classify", is_probability=tasks.is_probability
         )
     if tasks.embedding is None:
-        raise cannot(model, "scores", "model.convert=classify (--convert classify) asks it")
+        raise cannot(
+            model, "scores", "model.convert=classify (--convert classify) asks it"
+        )
     if options.instruction is not None:
         text = "instruction is for rerankers, and this model compares embeddings"
         raise RequestError(text, code="unsupported", param="instruction")
@@ -244,7 +259,9 @@ def scored(
         shorter = msgspec.structs.replace(options, cut_to=most)
     others = [one for one in documents if one not in queries]
     prompts = []
-    for field, those, cut in zip(fields, (queries, others), (options, shorter), strict=True):
+    for field, those, cut in zip(
+        fields, (queries, others), (options, shorter), strict=True
+    ):
         with blaming({"prompt": field}):
             prompts += checked([texts.of_input(one, cut) for one in those], model)
     return PooledPrompts(

@@ -75,7 +75,9 @@ def tokenized(
                 echoes.append(prompt)
             else:
                 echoes.append(text.decode(token_ids))
-    return msgspec.structs.replace(parsed, packed_prompts=tuple(prompts), echoes=tuple(echoes))
+    return msgspec.structs.replace(
+        parsed, packed_prompts=tuple(prompts), echoes=tuple(echoes)
+    )
 
 
 def lora_of(name: str | None, model: ServedModel) -> str:
@@ -125,7 +127,9 @@ def checked_prompt(chat: Chat, template: ChatTemplate | None) -> str:
         options=chat.options,
     )
     if chat.continues_final:
-        return template.open_ended(chat.messages, tools=chat.tools, options=chat.options)
+        return template.open_ended(
+            chat.messages, tools=chat.tools, options=chat.options
+        )
     return prompt
 
 

@@ -187,7 +187,8 @@ def parse_response(data: bytes, defaults: Mapping[str, object]) -> ParsedRequest
     body, ignored = decoded(_decoder, data)
     _check(body, ignored)
     tools = [
-        _tool_of(f"tools[{index}]", tool, ignored) for index, tool in enumerate(body.tools or ())
+        _tool_of(f"tools[{index}]", tool, ignored)
+        for index, tool in enumerate(body.tools or ())
     ]
     chat = ChatBody(
         **{name: getattr(body, name) for name in AnyBody.__struct_fields__},
@@ -204,7 +205,9 @@ def parse_response(data: bytes, defaults: Mapping[str, object]) -> ParsedRequest
     )
     try:
         turns = _turns_of(body, ignored)
-        parsed = parsed_chat(chat, turns, defaults, ignored, limit_name="max_output_tokens")
+        parsed = parsed_chat(
+            chat, turns, defaults, ignored, limit_name="max_output_tokens"
+        )
     except RequestError as error:
         raise _renamed(error) from None
     return msgspec.structs.replace(
@@ -248,7 +251,9 @@ def _renamed(error: RequestError) -> RequestError:
     if param.startswith("tools["):
         error.param = param.replace("].function", "]")
     elif (name := _NAMES.get(param)) is not None:
-        return RequestError(error.message.replace(param, name), code=error.code, param=name)
+        return RequestError(
+            error.message.replace(param, name), code=error.code, param=name
+        )
     return error
 
 

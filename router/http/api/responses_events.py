@@ -11,7 +11,12 @@ from typing import Literal
 import msgspec
 
 from baton.protocol.errors import BatonError
-from baton.router.http.api.openai_chunks import LogprobForms, ResponseWriter, call_id, usage_of
+from baton.router.http.api.openai_chunks import (
+    LogprobForms,
+    ResponseWriter,
+    call_id,
+    usage_of,
+)
 from baton.router.outputs import CompletionOutput, RequestMetrics, ToolCall
 
 Kind = Literal["message", "reasoning", "function_call"]
@@ -52,7 +57,9 @@ class ResponseEvents:
         "_writer",
     )
 
-    def __init__(self, writer: ResponseWriter, settings: bytes, *, is_streamed: bool) -> None:
+    def __init__(
+        self, writer: ResponseWriter, settings: bytes, *, is_streamed: bool
+    ) -> None:
         """`settings` is the JSON object of the fields that repeat the request."""
         self._writer = writer
         self._settings = settings
@@ -61,7 +68,8 @@ class ResponseEvents:
         self._events: list[bytes] = []  # to return
         self._output: list[Object] = []  # items that are done
         self._open: _Open | None = None
-        self._unplaced: list[object] = []  # log probabilities of tokens whose text is held back
+        # Log probabilities of tokens whose text is held back.
+        self._unplaced: list[object] = []
         self._finish_reason = ""
 
     def take(self, delta: CompletionOutput) -> bytes:
@@ -70,7 +78,9 @@ class ResponseEvents:
             self._add("reasoning", delta.reasoning, [])
         if delta.logprobs is not None:
             rows = zip(delta.token_ids, delta.logprobs, strict=False)
-            found = LogprobForms(self._writer.num_logprobs or 0).of_chat(rows)["content"]
+            found = LogprobForms(self._writer.num_logprobs or 0).of_chat(rows)[
+                "content"
+            ]
             assert isinstance(found, list)
             self._unplaced += found
         if delta.text:
@@ -90,7 +100,11 @@ class ResponseEvents:
     def failed(self, error: BatonError) -> bytes:
         self._begin()
         self._close("incomplete")
-        codes = {429: "rate_limit_exceeded", 400: "invalid_prompt", 422: "invalid_prompt"}
+        codes = {
+            429: "rate_limit_exceeded",
+            400: "invalid_prompt",
+            422: "invalid_prompt",
+        }
         code = codes.get(error.http_status, "server_error")  # clients know no others
         shown: Object = {"code": code, "message": f"{error.message} ({error.code})"}
         self._emit("response.failed", response=self._response("failed", None, shown))
@@ -109,7 +123,9 @@ class ResponseEvents:
             self._emit("response.in_progress", response=response)
 
     def _end(self) -> Status:
-        status: Status = "incomplete" if self._finish_reason == "length" else "completed"
+        status: Status = (
+            "incomplete" if self._finish_reason == "length" else "completed"
+        )
         if not self._output and self._open is None:
             self._start("message")
         self._close(status)
@@ -151,7 +167,10 @@ class ResponseEvents:
         """Begin a call, or go on with the arguments of the last one."""
         if call.name:
             self._close("completed")
-            named: Object = {"call_id": call_id(self._writer.id, 0, call.index), "name": call.name}
+            named: Object = {
+                "call_id": call_id(self._writer.id, 0, call.index),
+                "name": call.name,
+            }
             self._open = _Open("function_call", call=named)
             item = self._item("function_call", "in_progress", **named, arguments="")
             self._emit_item("added", item)
@@ -167,7 +186,10 @@ class ResponseEvents:
         self._open = None
 
     def _emit_arguments(self, what: str, **fields: object) -> None:
-        place = {"item_id": self._item_id("function_call"), "output_index": len(self._output)}
+        place = {
+            "item_id": self._item_id("function_call"),
+            "output_index": len(self._output),
+        }
         self._emit(f"response.{_EVENTS['function_call']}.{what}", **place, **fields)
 
     def _item(self, kind: str, status: Status, **fields: object) -> Object:
@@ -193,7 +215,10 @@ class ResponseEvents:
         return part
 
     def _response(
-        self, status: Status, metrics: RequestMetrics | None, error: Object | None = None
+        self,
+        status: Status,
+        metrics: RequestMetrics | None,
+        error: Object | None = None,
     ) -> msgspec.Raw:
         reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
         response = {
@@ -210,7 +235,9 @@ class ResponseEvents:
         return msgspec.Raw(_encode(response)[:-1] + b"," + self._settings[1:])
 
     def _emit_item(self, what: str, item: Object) -> None:
-        self._emit(f"response.output_item.{what}", output_index=len(self._output), item=item)
+        self._emit(
+            f"response.output_item.{what}", output_index=len(self._output), item=item
+        )
         if what == "done":
             self._output.append(item)
 
@@ -218,14 +245,20 @@ class ResponseEvents:
         """Add an event of the only part of the open item."""
         if self._is_streamed and self._open is not None:
             item_id = self._item_id(self._open.kind)
-            place = {"item_id": item_id, "output_index": len(self._output), "content_index": 0}
+            place = {
+                "item_id": item_id,
+                "output_index": len(self._output),
+                "content_index": 0,
+            }
             self._emit(f"response.{what}", **place, **fields)
 
     def _emit(self, what: str, **fields: object) -> None:
         if self._is_streamed:
             event = {"type": what, "sequence_number": self._num_events, **fields}
             self._num_events += 1
-            self._events.append(b"event: %b\ndata: %b\n\n" % (what.encode(), _encode(event)))
+            self._events.append(
+                b"event: %b\ndata: %b\n\n" % (what.encode(), _encode(event))
+            )
 
     def _taken(self) -> bytes:
         events = b"".join(self._events)
@@ -243,5 +276,9 @@ def _usage_of(metrics: RequestMetrics) -> Object:
         "output_tokens": chat["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": metrics.num_reasoning_tokens},
         "total_tokens": chat["total_tokens"],
-        **{name: chat[name] for name in ("max_tokens_clamped", "resumed") if name in chat},
+        **{
+            name: chat[name]
+            for name in ("max_tokens_clamped", "resumed")
+            if name in chat
+        },
     }

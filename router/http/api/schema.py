@@ -13,7 +13,14 @@ import msgspec
 from msgspec import Meta
 
 from baton.protocol.errors import RequestError
-from baton.protocol.sampling import EVERYONE, NEUTRAL, ROWS, Int32, SamplingParams, Scope
+from baton.protocol.sampling import (
+    EVERYONE,
+    NEUTRAL,
+    ROWS,
+    Int32,
+    SamplingParams,
+    Scope,
+)
 from baton.router.http.api.decoding import decoded
 from baton.router.http.api.turns import (
     MAX_TURNS,
@@ -152,7 +159,8 @@ class CompletionBody(GenerationBody, kw_only=True):
 
     prompt: str | list[int | str | list[int]]
     echo: bool | None = None
-    logprobs: Int32 | bool | None = None  # of each token and of so many of the likeliest
+    # Of each token and of so many of the likeliest.
+    logprobs: Int32 | bool | None = None
     suffix: str | None = None
 
 
@@ -174,7 +182,11 @@ class ChatBody(GenerationBody, kw_only=True):
 # The values besides null that ask for nothing.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     # Bodies may cut their prompts, unlike `SamplingParams`.
-    **{name: values for name, values in NEUTRAL.items() if name != "truncate_prompt_tokens"},
+    **{
+        name: values
+        for name, values in NEUTRAL.items()
+        if name != "truncate_prompt_tokens"
+    },
     "modalities": (["text"],),
     "suffix": ("",),
 }
@@ -191,7 +203,8 @@ class Chat(msgspec.Struct, frozen=True):
     add_generation_prompt: bool
     options: dict[str, object] | None
     tools: list[dict[str, object]] | None = None  # in the form that templates take
-    continues_final: bool = False  # the last message stays open, so that the model goes on with it
+    # The last message stays open, so that the model goes on with it.
+    continues_final: bool = False
 
 
 BodyPrompt = str | list[int] | Chat
@@ -222,14 +235,16 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True, tag=Tr
     tool_indices: tuple[int, ...] = ()  # of those in `tools`, in the field of the body
     include_reasoning: bool = True
     add_special_tokens: bool = True  # those that the tokenizer adds to every text
-    truncate_prompt_tokens: int | None = None  # how many of its last tokens a prompt keeps
+    # How many of its last tokens a prompt keeps.
+    truncate_prompt_tokens: int | None = None
     form_param: str = "structured_outputs"  # the field that asks for it
     scope: Scope = EVERYONE
     settings: bytes = b""  # what a response object repeats of its request, as JSON
     ignored: tuple[str, ...] = ()  # the names of fields that change nothing
     parsing: Parsing | None = None  # what to find in the response
     packed_prompts: tuple[bytes, ...] = ()  # of each prompt, by `packed`
-    echoes: tuple[str, ...] = ()  # the text before each choice, per prompt; empty without `echo`
+    # The text before each choice, per prompt; empty without `echo`.
+    echoes: tuple[str, ...] = ()
 
     @property
     def is_chat(self) -> bool:
@@ -260,7 +275,9 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True, tag=Tr
         return SamplingParams(**self.sampling)  # type: ignore[arg-type]
 
 
-def parse_completion(data: bytes, defaults: Mapping[str, object] = _NONE) -> ParsedRequest:
+def parse_completion(
+    data: bytes, defaults: Mapping[str, object] = _NONE
+) -> ParsedRequest:
     """Return the checked body of a completion. Raises `RequestError`.
 
     `defaults` are the model's sampling parameters, for fields that the body leaves out.
@@ -273,7 +290,9 @@ def parse_completion(data: bytes, defaults: Mapping[str, object] = _NONE) -> Par
     if only_echo:
         body.max_tokens = 1  # its token is dropped if nodes have to compute the prompt
     prompts = _prompts_of(body)
-    parsed = _parsed_request(body, defaults, prompts, echo=bool(body.echo), generates=not only_echo)
+    parsed = _parsed_request(
+        body, defaults, prompts, echo=bool(body.echo), generates=not only_echo
+    )
     return parsed.ignoring(ignored)
 
 
@@ -304,7 +323,9 @@ def parsed_chat(
     check(body)
     continues = bool(body.continue_final_message)
     if continues:
-        check_continued(messages, add_generation_prompt=body.add_generation_prompt is True)
+        check_continued(
+            messages, add_generation_prompt=body.add_generation_prompt is True
+        )
     generates = body.add_generation_prompt is not False and not continues
     functions = functions_of(body.tools or (), body.tool_choice, ignored)
     functions = allowed_of(functions, body.tool_choice)
@@ -333,7 +354,9 @@ def _indices_of(use: ToolUse | None, tools: Sequence[Tool]) -> tuple[int, ...]:
     """Return at which indices of `tools` the functions are that a response may call."""
     if use is None:
         return ()
-    indices = {tool.function.name: index for index, tool in enumerate(tools) if tool.function}
+    indices = {
+        tool.function.name: index for index, tool in enumerate(tools) if tool.function
+    }
     return tuple(indices[function.name] for function in use.functions)
 
 
@@ -398,7 +421,9 @@ def _prompts_of(body: CompletionBody) -> list[str | list[int]]:
     elif prompt and all(isinstance(item, int) for item in prompt):
         prompts = [prompt]  # type: ignore[list-item]
     elif any(isinstance(item, int) for item in prompt):
-        raise RequestError("token ids and prompts cannot be mixed in one list", param="prompt")
+        raise RequestError(
+            "token ids and prompts cannot be mixed in one list", param="prompt"
+        )
     else:
         prompts = list(prompt)  # type: ignore[arg-type]
     if not prompts or not all(prompts):
@@ -412,7 +437,9 @@ def _prompts_of(body: CompletionBody) -> list[str | list[int]]:
     return prompts
 
 
-def _sampling_of(body: GenerationBody, defaults: Mapping[str, object]) -> dict[str, object]:
+def _sampling_of(
+    body: GenerationBody, defaults: Mapping[str, object]
+) -> dict[str, object]:
     values = zip(_SAMPLING_FIELDS, _sampling_values(body), strict=True)
     given = {name: value for name, value in values if value is not None}
     if (form := _form_of(body.response_format)) is not None:
@@ -447,7 +474,12 @@ def _form_of(wanted: ResponseFormat | None) -> dict[str, object] | None:
     if wanted.type == "json_object":
         return {"json_object": True}
     if wanted.type == "structural_tag":
-        return {"structural_tag": {"structures": wanted.structures, "triggers": wanted.triggers}}
+        return {
+            "structural_tag": {
+                "structures": wanted.structures,
+                "triggers": wanted.triggers,
+            }
+        }
     if wanted.json_schema is None:
         text = "response_format of the type json_schema needs the field json_schema"
         raise RequestError(text, param="response_format")
@@ -472,7 +504,8 @@ def _check_params(parsed: ParsedRequest, limit_name: str) -> None:
 
 # `check` has made sure that the fields of `NEUTRAL` ask for nothing.
 _SAMPLING_FIELDS = sorted(
-    set(SamplingParams.__struct_fields__) & set(GenerationBody.__struct_fields__) - NEUTRAL.keys()
+    set(SamplingParams.__struct_fields__)
+    & set(GenerationBody.__struct_fields__) - NEUTRAL.keys()
 )
 _sampling_values = operator.attrgetter(*_SAMPLING_FIELDS)
 
@@ -482,7 +515,9 @@ _NEUTRAL_NAMES: Mapping[type[GenerationBody], list[str]] = {
     kind: [name for name in _NEUTRAL if name in kind.__struct_fields__]
     for kind in (CompletionBody, ChatBody)
 }
-_neutral_values = {kind: operator.attrgetter(*names) for kind, names in _NEUTRAL_NAMES.items()}
+_neutral_values = {
+    kind: operator.attrgetter(*names) for kind, names in _NEUTRAL_NAMES.items()
+}
 _LEFT_OUT = {kind: (None,) * len(names) for kind, names in _NEUTRAL_NAMES.items()}
 
 
@@ -500,7 +535,9 @@ def check(body: GenerationBody) -> None:
     """Raise a `RequestError` for fields that are not supported, or not together."""
     _check_neutral(body)
     if body.truncate_prompt_tokens == 0:
-        text = "truncate_prompt_tokens must be at least 1, or -1 for what fits the model"
+        text = (
+            "truncate_prompt_tokens must be at least 1, or -1 for what fits the model"
+        )
         raise RequestError(text, param="truncate_prompt_tokens")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise unsupported("best_of")

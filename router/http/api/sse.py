@@ -93,7 +93,9 @@ class EventStream:
         self._timer: asyncio.TimerHandle | None = None
         self._written_s = 0.0
 
-    async def open(self, request: web.Request, headers: Mapping[str, str]) -> web.StreamResponse:
+    async def open(
+        self, request: web.Request, headers: Mapping[str, str]
+    ) -> web.StreamResponse:
         """Send the headers. From then on an error can only be an event."""
         self._response = response = web.StreamResponse(
             headers={
@@ -194,7 +196,8 @@ class EventStream:
             return
         except ConnectionError:  # the client has left, which cancels the handler
             return
-        write.close()  # it would wait for the client, as `_flush` does before it writes more
+        # It would wait for the client, as `_flush` does before it writes more.
+        write.close()
 
     def _release(self) -> None:
         held = self._held

@@ -78,7 +78,9 @@ def token_response(
             response = _detokenized(detokenize, model, text)
         case "count_tokens":
             counted, ignored = decoded(count_decoder, data)
-            num_tokens = _num_tokens(chat_of(counted, {}, ignored), model, text, template)
+            num_tokens = _num_tokens(
+                chat_of(counted, {}, ignored), model, text, template
+            )
             response = msgspec.json.encode({"input_tokens": num_tokens})
         case "input_tokens":
             parsed = parse_response(data, {})
@@ -108,7 +110,9 @@ def _tokenized(
         tools = plain_tools(functions_of(body.tools or (), None, ignored))
         continues = body.continue_final_message
         if continues:
-            check_continued(turns, add_generation_prompt=body.add_generation_prompt is True)
+            check_continued(
+                turns, add_generation_prompt=body.add_generation_prompt is True
+            )
         generates = body.add_generation_prompt is not False and not continues
         chat = Chat(turns, generates, body.chat_template_kwargs, tools, continues)
         prompt = checked_prompt(chat, template)
@@ -142,5 +146,7 @@ def _num_tokens(
     (chat,) = parsed.prompts
     assert isinstance(chat, Chat)
     with blaming(parsed.sent):
-        token_ids = text.encode_now(checked_prompt(chat, template), False, model.max_model_len)
+        token_ids = text.encode_now(
+            checked_prompt(chat, template), False, model.max_model_len
+        )
     return len(token_ids)

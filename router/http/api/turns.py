@@ -17,7 +17,9 @@ MAX_TURNS = 10_000
 MAX_TOOLS = 1024
 Anything = msgspec.Raw | msgspec.UnsetType
 # Agents name tools after paths and servers, and in their own languages.
-ToolName = Annotated[str, Meta(pattern=rf"\A[{TOOL_NAME_CHARS}]{{1,{MAX_TOOL_NAME}}}\Z")]
+ToolName = Annotated[
+    str, Meta(pattern=rf"\A[{TOOL_NAME_CHARS}]{{1,{MAX_TOOL_NAME}}}\Z")
+]
 
 
 class ContentPart(msgspec.Struct):
@@ -65,7 +67,9 @@ class Turn(msgspec.Struct, forbid_unknown_fields=True):
     citations: Anything = msgspec.UNSET
 
 
-class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class Function(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """A function that the model may call."""
 
     name: ToolName
@@ -178,7 +182,9 @@ def plain_turns(turns: Sequence[Turn]) -> list[dict[str, object]]:
     ]
 
 
-def plain_turn(place: str, turn: Turn, *, is_history: bool = False) -> dict[str, object]:
+def plain_turn(
+    place: str, turn: Turn, *, is_history: bool = False
+) -> dict[str, object]:
     """Return a turn in the form that templates take, with text or text parts as its content.
 
     `place` names the turn in errors. Images and the like become placeholders in results of tools
@@ -199,7 +205,9 @@ def plain_turn(place: str, turn: Turn, *, is_history: bool = False) -> dict[str,
             raise unsupported(f"{place}.{name}")
     plain: dict[str, object] = {
         "role": turn.role,
-        "content": content_of(f"{place}.content", turn.content, is_history or turn.role == "tool"),
+        "content": content_of(
+            f"{place}.content", turn.content, is_history or turn.role == "tool"
+        ),
     }
     if turn.name is not None:
         plain["name"] = turn.name
@@ -253,7 +261,9 @@ def _checked_function(place: str, function: Function, strict: bool | None) -> Fu
         text = "the parameters of a tool must be the JSON schema of an object"
         raise RequestError(text, param=f"{place}.parameters")
     # Arguments are an object, whatever else the schema allows.
-    return msgspec.structs.replace(function, parameters={**parameters, "type": "object"})
+    return msgspec.structs.replace(
+        function, parameters={**parameters, "type": "object"}
+    )
 
 
 def plain_tools(functions: Sequence[Function]) -> list[dict[str, object]] | None:
@@ -262,7 +272,9 @@ def plain_tools(functions: Sequence[Function]) -> list[dict[str, object]] | None
     for function in functions:
         parameters = function.parameters or {"type": "object", "properties": {}}
         shown = {"name": function.name, "description": function.description or ""}
-        plain.append({"type": "function", "function": {**shown, "parameters": parameters}})
+        plain.append(
+            {"type": "function", "function": {**shown, "parameters": parameters}}
+        )
     return plain or None
 
 
@@ -274,10 +286,16 @@ def allowed_of(functions: list[Function], choice: ToolChoice | None) -> list[Fun
     if not isinstance(choice, AllowedTools):
         return functions
     known = {function.name: function for function in functions}
-    names = [tool.function.name for tool in choice.allowed_tools.tools if tool.function is not None]
+    names = [
+        tool.function.name
+        for tool in choice.allowed_tools.tools
+        if tool.function is not None
+    ]
     for name in names:
         if name not in known:
-            raise RequestError(f"tools has no function {clip(name)!r}", param="tool_choice")
+            raise RequestError(
+                f"tools has no function {clip(name)!r}", param="tool_choice"
+            )
     return [function for function in functions if function.name in names]
 
 
@@ -300,16 +318,22 @@ def tool_use_of(
             text = f"tools has no function {clip(name)!r}"
             raise RequestError(text, param="tool_choice")
     if is_required and not functions:
-        raise RequestError("tool_choice asks for a call, but there are no tools", param="tools")
+        raise RequestError(
+            "tool_choice asks for a call, but there are no tools", param="tools"
+        )
     if not functions or choice == "none":
         return None
     return ToolUse(tuple(functions), is_required, parallel is not False)
 
 
-def text_of(place: str, content: str | list[ContentPart] | None, is_history: bool = False) -> str:
+def text_of(
+    place: str, content: str | list[ContentPart] | None, is_history: bool = False
+) -> str:
     """Return the text of a content. Raises `RequestError` as `content_of`."""
     parts = content_of(place, content, is_history)
-    return parts if isinstance(parts, str) else "\n".join(part["text"] for part in parts)
+    return (
+        parts if isinstance(parts, str) else "\n".join(part["text"] for part in parts)
+    )
 
 
 def content_of(

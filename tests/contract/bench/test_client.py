@@ -67,7 +67,9 @@ def says(data: bytes) -> Play:
     return lambda call: call.raw(data)
 
 
-def replies(status: int, body: bytes, kind: str = "application/json", **fields: str) -> Play:
+def replies(
+    status: int, body: bytes, kind: str = "application/json", **fields: str
+) -> Play:
     return lambda call: call.reply(status, body, kind, **fields)
 
 
@@ -125,8 +127,16 @@ def test_a_request_waits_for_its_moment_and_counts_from_it():
 @pytest.mark.parametrize(
     ("script", "outcome", "words"),
     [
-        (sends(token(), event({"error": {"message": "node lost"}})), "error_in_stream", "node"),
-        (sends(token(), token(), token()), "truncated", "the body ended without [DONE]"),
+        (
+            sends(token(), event({"error": {"message": "node lost"}})),
+            "error_in_stream",
+            "node",
+        ),
+        (
+            sends(token(), token(), token()),
+            "truncated",
+            "the body ended without [DONE]",
+        ),
         (cuts(), "truncated", "the connection was closed without any event"),
         (resets, "truncated", "the connection was reset without"),
         (says(b"SSH-2.0-x\r\n"), "malformed", "the response is not HTTP/1.1"),
@@ -151,7 +161,10 @@ def test_a_server_that_is_not_there_is_unreachable():
         url = server.url
     sent, scheduled = put(url, planned(), planned(1, at_s=0.1))
     for record in (sent, scheduled):
-        assert (record.outcome, record.detail) == (Outcome.UNREACHABLE, "connection refused")
+        assert (record.outcome, record.detail) == (
+            Outcome.UNREACHABLE,
+            "connection refused",
+        )
         assert record.end_s >= record.sent_s >= record.intended_s
     (record,) = put("http://nowhere.invalid:80", planned())
     assert record.outcome is Outcome.UNREACHABLE
@@ -187,4 +200,7 @@ def test_a_certificate_without_an_authority_is_refused_with_what_to_do(certifica
 
 
 def test_a_machine_without_files_left_does_not_blame_the_server():
-    assert reason_of(OSError(errno.EMFILE, "")) == (Outcome.NO_SOCKET, "too many open files")
+    assert reason_of(OSError(errno.EMFILE, "")) == (
+        Outcome.NO_SOCKET,
+        "too many open files",
+    )

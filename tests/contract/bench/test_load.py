@@ -27,7 +27,9 @@ from tests.support.scripted_server import (
 Watch = Callable[[Progress], None]
 
 
-def requests(num: int, rate: float | None = 100.0, num_warm_up: int = 0) -> list[Planned]:
+def requests(
+    num: int, rate: float | None = 100.0, num_warm_up: int = 0
+) -> list[Planned]:
     """Warm-up comes first, before zero."""
     return [
         Planned(
@@ -85,14 +87,17 @@ def test_an_open_loop_keeps_its_schedule_over_processes(processes):
         assert record.intended_s == pytest.approx(request.at_s)
         assert record.intended_s <= record.sent_s <= record.end_s
         assert record.warm_up == request.warm_up
-        if record.outcome is Outcome.ANSWERED:  # every token is counted as it was written
+        # Every token is counted as it was written.
+        if record.outcome is Outcome.ANSWERED:
             assert record.token_ids == answer_ids(request.prompt_ids[0], 2)
             assert record.num_tokens == record.output_tokens == 2
     assert len({client.pid for client in result.clients}) == processes
     assert sum(client.num_requests for client in result.clients) == 24
     assert sum(client.num_tokens for client in result.clients) == 46
     assert all(client.cpu_s > 0 for client in result.clients)
-    assert result.wall_s == pytest.approx(max(record.end_s for record in result.records))
+    assert result.wall_s == pytest.approx(
+        max(record.end_s for record in result.records)
+    )
     assert seen[-1] == Progress(sent=24, ended=24, failed=1, tokens=46, ready=processes)
 
 
@@ -131,7 +136,10 @@ def test_a_stop_brings_back_what_there_is():
         if progress.ended == 1 and progress.sent - progress.ended == 2:
             stop.set()
 
-    planned = [*requests(3), Planned(index=9, at_s=60.0, output_tokens=2, prompt_ids=(9,))]
+    planned = [
+        *requests(3),
+        Planned(index=9, at_s=60.0, output_tokens=2, prompt_ids=(9,)),
+    ]
     result = run(first_or_hang, planned, watch=watch, stop=stop, processes=2)
     assert outcomes(result) == {Outcome.ANSWERED: 1, Outcome.STOPPED: 2}
     assert [record.num_tokens for record in result.records[1:]] == [1, 1]
@@ -147,7 +155,9 @@ def test_a_client_process_that_dies_is_an_error():
         if progress.sent - progress.ended == 2:
             os.kill(int(_children()[-1]), signal.SIGKILL)
 
-    with pytest.raises(BatonError, match=r"client process client-\d failed .*exit code -9"):
+    with pytest.raises(
+        BatonError, match=r"client process client-\d failed .*exit code -9"
+    ):
         run(hang, requests(2), watch=kill, processes=2)
 
 
@@ -158,12 +168,19 @@ def test_a_client_process_that_dies_is_an_error():
         ({"requests": requests(2, None)}, "needs an arrival time"),
         ({"target": Target("http://a", MODEL, api="chat")}, "chat API takes none"),
         (
-            {"target": Target("https://127.0.0.1:1", MODEL, ca_file="no-such-file.pem")},
+            {
+                "target": Target(
+                    "https://127.0.0.1:1", MODEL, ca_file="no-such-file.pem"
+                )
+            },
             "cannot read certificates from 'no-such-file.pem'",
         ),
     ],
 )
 def test_a_load_that_cannot_be_is_refused_before_it_starts(more, words):
-    fields: dict[str, object] = {"target": Target("http://a", MODEL), "requests": requests(2)}
+    fields: dict[str, object] = {
+        "target": Target("http://a", MODEL),
+        "requests": requests(2),
+    }
     with pytest.raises(ConfigError, match=words):
         run_load(Load(**{**fields, **more}))

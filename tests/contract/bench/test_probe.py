@@ -91,7 +91,10 @@ def test_what_a_server_does_not_know_is_not_asked_for(play, knows_usage, forces)
     ],
 )
 def test_a_list_of_models_that_is_none_is_told(models, kind, words):
-    with ScriptedServer(pages={"/v1/models": models}) as server, pytest.raises(kind, match=words):
+    with (
+        ScriptedServer(pages={"/v1/models": models}) as server,
+        pytest.raises(kind, match=words),
+    ):
         probe(Target(server.url))
 
 
@@ -99,7 +102,9 @@ def test_a_server_that_does_not_stream_is_told():
     whole = replies(200, b'{"choices": []}')
     with (
         ScriptedServer(whole) as server,
-        pytest.raises(ConfigError, match=r"does not stream a response: .* one JSON body"),
+        pytest.raises(
+            ConfigError, match=r"does not stream a response: .* one JSON body"
+        ),
     ):
         probe(Target(server.url))
 

@@ -20,13 +20,18 @@ NUM_FLOODING = 24_000  # messages at once, of one peer
 LARGE_BYTES = 3 << 20  # of a body
 
 
-async def flood(world: "World", _node: SimNode, router: SimRouter, _seconds: float) -> None:
+async def flood(
+    world: "World", _node: SimNode, router: SimRouter, _seconds: float
+) -> None:
     """Let a peer say more than the router can hear at once."""
     process = Process(world.loop, "flood")
     channels = SimChannels(world.network, process, lambda: None, router.keys)
     name = NodeId("flood")
     dialer = channels.dial(
-        router.endpoint, f"heartbeats:{name}".encode(), to_router_codec(), to_node_codec()
+        router.endpoint,
+        f"heartbeats:{name}".encode(),
+        to_router_codec(),
+        to_node_codec(),
     )
     await asyncio.sleep(1.0)
     for number in range(NUM_FLOODING):
@@ -43,7 +48,9 @@ async def send_large_body(
     body = {"model": "sim", "prompt": "x" * LARGE_BYTES}
     tenant = world.tenants[0] if world.tenants else None
     headers = {"Content-Type": "application/json", **key_header(tenant)}
-    exchange = Exchange(world.port, "POST /v1/completions", lambda *_: None, body, headers)
+    exchange = Exchange(
+        world.port, "POST /v1/completions", lambda *_: None, body, headers
+    )
     if exchange.begin():
         await asyncio.wait([exchange.ended], timeout=5.0)
         exchange.leave()
@@ -60,7 +67,9 @@ async def take_descriptors(
     process.is_out_of_descriptors = False
 
 
-async def take_memory(world: "World", node: SimNode, router: SimRouter, seconds: float) -> None:
+async def take_memory(
+    world: "World", node: SimNode, router: SimRouter, seconds: float
+) -> None:
     """Let some of what a process sends fail, as with ENOMEM and ENOBUFS."""
     member = world.later_rng.choice((node, router))
     process = member.process
@@ -69,7 +78,9 @@ async def take_memory(world: "World", node: SimNode, router: SimRouter, seconds:
     process.is_out_of_memory = False
 
 
-async def fill_disk(_world: "World", node: SimNode, _router: SimRouter, seconds: float) -> None:
+async def fill_disk(
+    _world: "World", node: SimNode, _router: SimRouter, seconds: float
+) -> None:
     """Let a node write nothing more to its folder."""
     memory = node.memory
     memory.has_full_disk = True
@@ -77,7 +88,9 @@ async def fill_disk(_world: "World", node: SimNode, _router: SimRouter, seconds:
     memory.has_full_disk = False
 
 
-async def slow_disk(_world: "World", node: SimNode, _router: SimRouter, seconds: float) -> None:
+async def slow_disk(
+    _world: "World", node: SimNode, _router: SimRouter, seconds: float
+) -> None:
     """Let a node's folder take seconds for everything."""
     memory = node.memory
     memory.has_slow_disk = True
@@ -85,13 +98,17 @@ async def slow_disk(_world: "World", node: SimNode, _router: SimRouter, seconds:
     memory.has_slow_disk = False
 
 
-async def damage_disk(world: "World", node: SimNode, _router: SimRouter, _seconds: float) -> None:
+async def damage_disk(
+    world: "World", node: SimNode, _router: SimRouter, _seconds: float
+) -> None:
     """Damage the files of a node's folder."""
     for store in node.stores:
         damage(store, world.tier_rng.choice(DAMAGES), world.tier_rng.randrange(1 << 20))
 
 
-async def take_blocks(_world: "World", node: SimNode, _router: SimRouter, seconds: float) -> None:
+async def take_blocks(
+    _world: "World", node: SimNode, _router: SimRouter, seconds: float
+) -> None:
     """Let a pool have no free block, as with sequences that end later."""
     if node.process.is_dead or node.hoard:
         return

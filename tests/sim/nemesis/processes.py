@@ -12,13 +12,17 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 
-async def kill_node(_world: "World", node: SimNode, _router: SimRouter, seconds: float) -> None:
+async def kill_node(
+    _world: "World", node: SimNode, _router: SimRouter, seconds: float
+) -> None:
     node.kill()
     await asyncio.sleep(seconds / 2)
     node.start()
 
 
-async def kill_ranks(world: "World", node: SimNode, _router: SimRouter, seconds: float) -> None:
+async def kill_ranks(
+    world: "World", node: SimNode, _router: SimRouter, seconds: float
+) -> None:
     """Kill the process of a rank, then of a node to which requests may go on.
 
     A node has to end whole, and to start again.
@@ -34,7 +38,9 @@ async def kill_ranks(world: "World", node: SimNode, _router: SimRouter, seconds:
         await asyncio.sleep(rng.choice((0.1, 0.5)))
 
 
-async def drain_node(_world: "World", node: SimNode, _router: SimRouter, seconds: float) -> None:
+async def drain_node(
+    _world: "World", node: SimNode, _router: SimRouter, seconds: float
+) -> None:
     if node.is_up:
         node.drain()
         await node.died.wait()
@@ -42,30 +48,40 @@ async def drain_node(_world: "World", node: SimNode, _router: SimRouter, seconds
         node.start()
 
 
-async def freeze_node(_world: "World", node: SimNode, _router: SimRouter, seconds: float) -> None:
+async def freeze_node(
+    _world: "World", node: SimNode, _router: SimRouter, seconds: float
+) -> None:
     node.freeze()
     await asyncio.sleep(seconds)
     node.thaw()
 
 
-async def suspend_node(_world: "World", node: SimNode, _router: SimRouter, seconds: float) -> None:
+async def suspend_node(
+    _world: "World", node: SimNode, _router: SimRouter, seconds: float
+) -> None:
     node.freeze()
     await asyncio.sleep(seconds)
     node.thaw(60.0)
 
 
-async def hang_node(world: "World", node: SimNode, _router: SimRouter, seconds: float) -> None:
+async def hang_node(
+    world: "World", node: SimNode, _router: SimRouter, seconds: float
+) -> None:
     node.hung_until_s = max(node.hung_until_s, world.loop.time() + 2 * seconds)
     await asyncio.sleep(2 * seconds)
 
 
-async def kill_router(_world: "World", _node: SimNode, router: SimRouter, seconds: float) -> None:
+async def kill_router(
+    _world: "World", _node: SimNode, router: SimRouter, seconds: float
+) -> None:
     router.kill()
     await asyncio.sleep(seconds / 2)
     router.start()
 
 
-async def end_router(_world: "World", _node: SimNode, router: SimRouter, seconds: float) -> None:
+async def end_router(
+    _world: "World", _node: SimNode, router: SimRouter, seconds: float
+) -> None:
     if router.is_up:
         router.end()
         await router.died.wait()
@@ -73,13 +89,17 @@ async def end_router(_world: "World", _node: SimNode, router: SimRouter, seconds
         router.start()
 
 
-async def freeze_router(_world: "World", _node: SimNode, router: SimRouter, seconds: float) -> None:
+async def freeze_router(
+    _world: "World", _node: SimNode, router: SimRouter, seconds: float
+) -> None:
     router.freeze()
     await asyncio.sleep(seconds)
     router.thaw()
 
 
-async def stall_router(_world: "World", _node: SimNode, router: SimRouter, seconds: float) -> None:
+async def stall_router(
+    _world: "World", _node: SimNode, router: SimRouter, seconds: float
+) -> None:
     router.stall()
     await asyncio.sleep(seconds)
     router.unstall()
@@ -102,15 +122,22 @@ async def start_other_version(
     _world: "World", node: SimNode, _router: SimRouter, seconds: float
 ) -> None:
     """Start the next version of a node too early, and go back to the one before."""
-    for node.speaks, after_s in ((PROTOCOL_VERSION + 1, seconds), (PROTOCOL_VERSION, 0.0)):
+    for node.speaks, after_s in (
+        (PROTOCOL_VERSION + 1, seconds),
+        (PROTOCOL_VERSION, 0.0),
+    ):
         node.kill()
         node.start()
         await asyncio.sleep(after_s)
 
 
-async def double_node(world: "World", node: SimNode, _router: SimRouter, seconds: float) -> None:
+async def double_node(
+    world: "World", node: SimNode, _router: SimRouter, seconds: float
+) -> None:
     """Run another process of the same name, from a frozen one's place or refused."""
-    twin = SimNode(world, node.name, node.role, node.num_blocks, FIRST_DOUBLE + len(world.twins))
+    twin = SimNode(
+        world, node.name, node.role, node.num_blocks, FIRST_DOUBLE + len(world.twins)
+    )
     world.twins.append(twin)
     twin.start()
     await asyncio.sleep(seconds)
@@ -131,7 +158,9 @@ async def bring_other_weights(
         stranger.kill()
 
 
-async def pause_all(world: "World", _node: SimNode, _router: SimRouter, seconds: float) -> None:
+async def pause_all(
+    world: "World", _node: SimNode, _router: SimRouter, seconds: float
+) -> None:
     """Let the host stand still. Then threads go on in any order."""
     for member in _members(world):
         member.freeze()
@@ -139,7 +168,9 @@ async def pause_all(world: "World", _node: SimNode, _router: SimRouter, seconds:
     await _thaw_all(world)
 
 
-async def slow_motion(world: "World", _node: SimNode, _router: SimRouter, seconds: float) -> None:
+async def slow_motion(
+    world: "World", _node: SimNode, _router: SimRouter, seconds: float
+) -> None:
     """Let each process, or its threads alone, run for moments only, as on a host that swaps."""
     rng = world.rng
     members = _members(world)
@@ -156,7 +187,9 @@ async def slow_motion(world: "World", _node: SimNode, _router: SimRouter, second
     await _thaw_all(world)
 
 
-async def exchange_keys(world: "World", _node: SimNode, _router: SimRouter, seconds: float) -> None:
+async def exchange_keys(
+    world: "World", _node: SimNode, _router: SimRouter, seconds: float
+) -> None:
     """Exchange the cluster's key in three steps, with a restart of every process after each."""
     if world.is_exchanging_keys:
         return
@@ -174,7 +207,11 @@ async def _restart(world: "World", member: Member, seconds: float) -> None:
     before = member.process
     died = member.died
     if member.is_up and world.later_rng.random() < 0.5:
-        end = member.drain if isinstance(member, SimNode) else cast("SimRouter", member).end
+        end = (
+            member.drain
+            if isinstance(member, SimNode)
+            else cast("SimRouter", member).end
+        )
         end()
         with contextlib.suppress(TimeoutError):  # it may be frozen meanwhile
             async with asyncio.timeout(2 * DRAIN_S):

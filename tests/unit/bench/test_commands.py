@@ -35,11 +35,24 @@ def prompts(folder: Path, count: int) -> tuple[str, ...]:
     [
         # 20 requests on average: of so many drawn loads one has more than 22.
         ("run", *URL, "--arrivals", "poisson:4", "--duration-s", "5", "--runs", "20"),
-        ("compare", *ARMS, "--arrivals", "poisson:4", "--duration-s", "5", "--rounds", "20"),
+        (
+            "compare",
+            *ARMS,
+            "--arrivals",
+            "poisson:4",
+            "--duration-s",
+            "5",
+            "--rounds",
+            "20",
+        ),
     ],
 )
-def test_of_several_loads_one_that_cannot_be_planned_is_refused_before_the_first(words, tmp_path):
-    with pytest.raises(ConfigError, match=r"requests are wanted, .* has 22: ask for fewer"):
+def test_of_several_loads_one_that_cannot_be_planned_is_refused_before_the_first(
+    words, tmp_path
+):
+    with pytest.raises(
+        ConfigError, match=r"requests are wanted, .* has 22: ask for fewer"
+    ):
         cli.main([*words, *ASKED, *prompts(tmp_path, 22), "--warm-up", "0"])
 
 
@@ -52,7 +65,10 @@ def played(monkeypatch):
         return Server(probed.fit(target), experiment.settings.workload, probed)
 
     def measure(_: Experiment, case: Case, _target: Target) -> Run:
-        records = [answered(one.index, one.at_s or 0.0, [0.1, 0.2]) for one in case.plan.requests]
+        records = [
+            answered(one.index, one.at_s or 0.0, [0.1, 0.2])
+            for one in case.plan.requests
+        ]
         return run_of(case, load(records))
 
     monkeypatch.setattr(Experiment, "connect", connect)
@@ -60,7 +76,9 @@ def played(monkeypatch):
 
 
 @pytest.mark.usefixtures("played")
-def test_a_search_that_comes_to_a_rate_without_a_plan_keeps_what_it_has(tmp_path, capsys):
+def test_a_search_that_comes_to_a_rate_without_a_plan_keeps_what_it_has(
+    tmp_path, capsys
+):
     words = (
         "search",
         *URL,
@@ -84,7 +102,9 @@ def test_a_search_that_comes_to_a_rate_without_a_plan_keeps_what_it_has(tmp_path
     assert [one.rate for one in report.runs] == [2.0, 4.0]
     assert report.search.rate == 4.0
     (note,) = [
-        one for one in report.notes if one.startswith("the search ended at 8/s: 40 requests")
+        one
+        for one in report.notes
+        if one.startswith("the search ended at 8/s: 40 requests")
     ]
     assert note in capsys.readouterr().out
 
@@ -124,7 +144,10 @@ def test_the_example_in_the_help_works(name):
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
-        (["run", "--concurency", "3"], "unknown flag --concurency; did you mean --concurrency?"),
+        (
+            ["run", "--concurency", "3"],
+            "unknown flag --concurency; did you mean --concurrency?",
+        ),
         (["run", "--requests", "5"], "--arrivals poisson:5"),
         (["run", "--arrivals", "poisson:5"], "--requests N"),
         (["run", "--concurrency", "2"], "--requests N"),
@@ -133,9 +156,15 @@ def test_the_example_in_the_help_works(name):
         (["run", *LOAD, "--vocabulary", "9"], "LOW-HIGH"),
         (["run", *LOAD, "--url", "a:1"], "http://host:port"),
         (["sweep", "--duration-s", "5"], "--rates"),
-        (["sweep", "--rates", "1", "--duration-s", "5", "--shape", "odd"], "--shape 'odd'"),
+        (
+            ["sweep", "--rates", "1", "--duration-s", "5", "--shape", "odd"],
+            "--shape 'odd'",
+        ),
         (["search", "--duration-s", "5"], "--preset chat|tight|long-32k"),
-        (["search", "--preset", "chat", "--min-rate", "2"], "must not be below --min-rate 2"),
+        (
+            ["search", "--preset", "chat", "--min-rate", "2"],
+            "must not be below --min-rate 2",
+        ),
         (["compare", "http://a", *LOAD], "write it as NAME=URL"),
         (["compare", "a=http://a", *LOAD], "two arms"),
         (["compare", "a=http://a", "a=http://b", *LOAD], "twice"),
@@ -187,8 +216,12 @@ def test_ratios_are_to_the_first_arm():
 
 
 def test_an_arm_has_a_name_a_server_and_perhaps_a_model():
-    arms = arms_of(["a=http://a:1", "b=http://b:2/v1#org/m"], Target("", "common", timeout_s=7.0))
-    assert {name: (arm.url, arm.model, arm.timeout_s) for name, arm in arms.items()} == {
+    arms = arms_of(
+        ["a=http://a:1", "b=http://b:2/v1#org/m"], Target("", "common", timeout_s=7.0)
+    )
+    assert {
+        name: (arm.url, arm.model, arm.timeout_s) for name, arm in arms.items()
+    } == {
         "a": ("http://a:1", "common", 7.0),
         "b": ("http://b:2/v1", "org/m", 7.0),
     }
@@ -201,6 +234,9 @@ def test_the_report_says_how_each_arm_was_started(tmp_path):
         "a was started with: vllm serve m --dtype half",
         "b was started with: engine: threads: 2",
     ]
-    for wrong, said in (("c=--tp 2", "one of a, b"), ("a=no-such-file", "neither a file nor a")):
+    for wrong, said in (
+        ("c=--tp 2", "one of a, b"),
+        ("a=no-such-file", "neither a file nor a"),
+    ):
         with pytest.raises(ConfigError, match=said):
             flags_of((wrong,), ["a", "b"])

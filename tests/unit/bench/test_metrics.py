@@ -53,7 +53,9 @@ def test_a_chunk_of_several_tokens_counts_as_so_many_gaps():
 
 def test_a_limit_itself_is_within_the_bounds():
     record = request(0.0, (0.125, 0.1875))
-    assert meets(record, Bounds(ttft_ms=125, tpot_ms=62.5, gap_max_ms=62.5, e2e_ms=187.5))
+    assert meets(
+        record, Bounds(ttft_ms=125, tpot_ms=62.5, gap_max_ms=62.5, e2e_ms=187.5)
+    )
     for name in Bounds.__struct_fields__:
         assert not meets(record, Bounds(**{name: 62.4}))
     # An answer without a token misses a bound on the first one alone.
@@ -89,7 +91,12 @@ def test_a_short_open_loop_lasts_until_its_next_request_would_come():
     bounds = Bounds(ttft_ms=100.1)
     summary = summarise(load(records), bounds=bounds)
     assert summary.window.end_s == pytest.approx(1.0)
-    assert summary.offered_rate == summary.answered_rate == summary.goodput == pytest.approx(10)
+    assert (
+        summary.offered_rate
+        == summary.answered_rate
+        == summary.goodput
+        == pytest.approx(10)
+    )
     assert summary.concurrency == pytest.approx(10 * 0.02)
     closed = summarise(load(records), bounds=bounds, closed_loop=True)
     assert closed.window.end_s == pytest.approx(0.92)
@@ -126,7 +133,9 @@ NUMBERS = st.floats(-1e6, 1e6, allow_nan=False)
 
 @settings(max_examples=60)
 @given(samples=st.lists(NUMBERS, min_size=1, max_size=60), percent=st.integers(1, 100))
-def test_a_percentile_is_the_smallest_sample_that_so_many_do_not_exceed(samples, percent):
+def test_a_percentile_is_the_smallest_sample_that_so_many_do_not_exceed(
+    samples, percent
+):
     ordered = sorted(samples)
     found = nearest_rank(ordered, percent)
     assert found in samples
@@ -140,7 +149,10 @@ def test_an_interval_of_the_median_covers_95_of_100_and_no_narrower_one_does():
         found = paired([float(one) for one in range(1, num + 1)], [1.0] * num)
         # The chances of the interval found, and of that between the ranks next to its ends.
         covered, narrower = (
-            Fraction(sum(math.comb(num, below) for below in range(rank, num - rank + 1)), 2**num)
+            Fraction(
+                sum(math.comb(num, below) for below in range(rank, num - rank + 1)),
+                2**num,
+            )
             for rank in (int(found.low), int(found.low) + 1)
         )
         assert covered >= Fraction(95, 100) > narrower

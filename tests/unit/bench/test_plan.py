@@ -12,7 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.bench.plan.plan import Gaps, Plan, Recorded, make_plan, parse_arrivals, realised, times
+from baton.bench.plan.plan import (
+    Gaps,
+    Plan,
+    Recorded,
+    make_plan,
+    parse_arrivals,
+    realised,
+    times,
+)
 from baton.bench.plan.prompts import MAX_PLAN_TOKENS, parse_lengths
 from baton.bench.records import Message, Planned
 from baton.bench.settings import Kind, Workload
@@ -30,7 +38,9 @@ WORKLOADS = st.builds(
     seed=st.integers(0, 2**40),
 )
 TRACE = "\n".join(
-    json.dumps({"timestamp": at, "input_length": 600, "output_length": 9, "hash_ids": ids})
+    json.dumps(
+        {"timestamp": at, "input_length": 600, "output_length": 9, "hash_ids": ids}
+    )
     for at, ids in ((0, [1, 2]), (1000, [1, 3]), (4000, [4, 5]))
 )
 FILE = """{"prompt": "one two three", "output_tokens": 5, "at_s": 0.5}
@@ -54,20 +64,30 @@ def of_file(folder: Path, text: str, kind: Kind = "file", **more: object) -> Wor
     return msgspec.convert({"workload": kind, "path": str(path), **more}, Workload)
 
 
-@given(WORKLOADS, st.sampled_from((None, Gaps(5, 0), POISSON, Gaps(5, 2))), st.integers(0, 3))
-def test_a_plan_is_reproducible_ordered_and_repeats_nothing(workload, arrivals, warm_up):
+@given(
+    WORKLOADS,
+    st.sampled_from((None, Gaps(5, 0), POISSON, Gaps(5, 2))),
+    st.integers(0, 3),
+)
+def test_a_plan_is_reproducible_ordered_and_repeats_nothing(
+    workload, arrivals, warm_up
+):
     plan = make_plan(workload, arrivals, count=20, warm_up=warm_up)
     requests = plan.requests
     assert make_plan(workload, arrivals, count=20, warm_up=warm_up) == plan
     assert [one.index for one in requests] == list(range(len(requests)))
-    assert [one.warm_up for one in requests] == sorted(one.warm_up for one in requests)[::-1]
+    assert [one.warm_up for one in requests] == sorted(one.warm_up for one in requests)[
+        ::-1
+    ]
     assert sum(one.warm_up for one in requests) == warm_up
     assert len(set(prompts(requests))) == len(requests)
     assert moments(plan) == sorted(moments(plan))
     for one in requests:
         assert (one.at_s is None) == (arrivals is None)
         assert one.at_s is None or (one.at_s < 0) == one.warm_up
-        assert sum(bool(part) for part in (one.prompt_ids, one.prompt, one.messages)) == 1
+        assert (
+            sum(bool(part) for part in (one.prompt_ids, one.prompt, one.messages)) == 1
+        )
         assert 1 <= one.output_tokens <= 9
     # A shorter plan begins it; warm-up requests go at the rate that came out of a whole plan.
     shorter = make_plan(workload, arrivals, count=5, warm_up=warm_up).requests[warm_up:]
@@ -80,7 +100,9 @@ def test_warm_up_changes_nothing_of_what_is_measured(workload):
     warm = make_plan(workload, POISSON, count=6, warm_up=4).requests
     assert prompts(warm[4:]) == prompts(cold)
     assert [one.at_s for one in warm[4:]] == [one.at_s for one in cold]
-    assert not {one.prompt_ids[:3] for one in warm[:4]} & {one.prompt_ids[:3] for one in cold}
+    assert not {one.prompt_ids[:3] for one in warm[:4]} & {
+        one.prompt_ids[:3] for one in cold
+    }
 
 
 def test_a_trace_plays_at_its_own_times_or_others(tmp_path):
@@ -122,13 +144,48 @@ def test_a_file_is_asked_as_it_is_written(tmp_path):
 @pytest.mark.parametrize(
     ("workload", "arrivals", "bounds", "why"),
     [
-        (SMALL, Recorded(), {"count": 5}, "need a trace, or a file whose rows say at_s"),
-        (SMALL, Gaps(0.01, 1), {"duration_s": 0.5}, "no request of poisson:0.01 arrives within"),
-        (Workload(workload="trace"), None, {"count": 5}, "--workload trace needs --path FILE"),
-        (Workload(path="x"), None, {"count": 5}, "--path is for --workload trace or file, not tok"),
-        (Workload(workload="trace", path="azure-code"), Recorded(), {"count": 9000}, "of 8819"),
-        (Workload(workload="trace", path="azure-code"), POISSON, {"count": 9000}, "has 8819"),
-        (Workload(shared_prefix=MAX_PLAN_TOKENS), None, {"count": 20}, "holds over 20000000 promp"),
+        (
+            SMALL,
+            Recorded(),
+            {"count": 5},
+            "need a trace, or a file whose rows say at_s",
+        ),
+        (
+            SMALL,
+            Gaps(0.01, 1),
+            {"duration_s": 0.5},
+            "no request of poisson:0.01 arrives within",
+        ),
+        (
+            Workload(workload="trace"),
+            None,
+            {"count": 5},
+            "--workload trace needs --path FILE",
+        ),
+        (
+            Workload(path="x"),
+            None,
+            {"count": 5},
+            "--path is for --workload trace or file, not tok",
+        ),
+        (
+            Workload(workload="trace", path="azure-code"),
+            Recorded(),
+            {"count": 9000},
+            "of 8819",
+        ),
+        (
+            Workload(workload="trace", path="azure-code"),
+            POISSON,
+            {"count": 9000},
+            "has 8819",
+        ),
+        (
+            Workload(shared_prefix=MAX_PLAN_TOKENS),
+            None,
+            {"count": 20},
+            "holds over 20000000 promp",
+        ),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused_in_a_line(workload, arrivals, bounds, why):
@@ -157,7 +214,16 @@ def test_mean_and_spread_are_those_of_the_text(text, mean, sd):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "0", "1.5", "uniform:9-3", "normal:512", "normal:5,sd=inf", "choice:1,x", "zipf:3"],
+    [
+        "",
+        "0",
+        "1.5",
+        "uniform:9-3",
+        "normal:512",
+        "normal:5,sd=inf",
+        "choice:1,x",
+        "zipf:3",
+    ],
 )
 def test_a_text_that_is_wrong_is_refused(text):
     with pytest.raises(ConfigError, match="not of the form"):
@@ -168,7 +234,10 @@ def test_a_text_that_is_wrong_is_refused(text):
 
 @pytest.mark.parametrize("cv", [0.0, 0.5, 1.0, 3.0])
 def test_rate_and_burstiness_come_out_as_asked(cv):
-    seen = [realised(times(Gaps(20, cv), duration_s=None, count=6000, seed=s)) for s in range(40)]
+    seen = [
+        realised(times(Gaps(20, cv), duration_s=None, count=6000, seed=s))
+        for s in range(40)
+    ]
     rates, cvs = ([getattr(one, name) for one in seen] for name in ("rate", "cv"))
     assert statistics.fmean(rates) == pytest.approx(20, rel=0.02)
     assert statistics.fmean(cvs) == pytest.approx(cv, rel=0.02, abs=1e-6)
@@ -177,4 +246,6 @@ def test_rate_and_burstiness_come_out_as_asked(cv):
 def test_a_seed_means_the_same_in_every_version():
     """Published runs name their seed. This fails if numpy ever draws otherwise."""
     first = times(Gaps(5, 1), duration_s=None, count=3, seed=0)
-    assert first == pytest.approx([0.494250992300, 0.670773612904, 0.807459311677], abs=1e-11)
+    assert first == pytest.approx(
+        [0.494250992300, 0.670773612904, 0.807459311677], abs=1e-11
+    )

@@ -21,12 +21,16 @@ from baton.protocol.errors import ConfigError
 from tests.support.bench_records import answered, failed, load, report_of, scene_run
 from tests.support.sources import REPOSITORY
 
-EVIL = '</title><script>alert(1)</script> $x_1$ & "q" | `p`\n<img src=x onerror=alert(1)>'
+EVIL = (
+    '</title><script>alert(1)</script> $x_1$ & "q" | `p`\n<img src=x onerror=alert(1)>'
+)
 KEY = "sk-proj-0123456789abcdef"
 
 
 def compared() -> Report:
-    found = report_of([scene_run("old, round 1"), scene_run("new, round 1")], command="compare")
+    found = report_of(
+        [scene_run("old, round 1"), scene_run("new, round 1")], command="compare"
+    )
     found.comparison = [
         Compared(
             "TTFT p50",
@@ -55,7 +59,9 @@ def searched() -> Report:
 
 
 @pytest.mark.parametrize("written", [report_of([scene_run()]), compared(), searched()])
-def test_a_report_comes_back_from_json_and_all_its_sections_are_on_the_page(written, tmp_path):
+def test_a_report_comes_back_from_json_and_all_its_sections_are_on_the_page(
+    written, tmp_path
+):
     write_json(written, tmp_path / "report.json")
     found = read_json(tmp_path / "report.json")
     assert found == written
@@ -123,18 +129,29 @@ def test_no_key_reaches_any_file_or_the_terminal(key, tmp_path, capsys, monkeypa
 
 def test_a_measurement_is_not_overwritten_by_another(tmp_path):
     write_json(report_of([]), tmp_path / "report.json")
-    with pytest.raises(ConfigError, match="holds a report already: name another folder"):
+    with pytest.raises(
+        ConfigError, match="holds a report already: name another folder"
+    ):
         begin("run", RunSettings(report=ReportSettings(out=str(tmp_path))))
     with pytest.raises(ConfigError, match="it is a file: name a folder"):
-        begin("run", RunSettings(report=ReportSettings(out=str(tmp_path / "report.json"))))
+        begin(
+            "run", RunSettings(report=ReportSettings(out=str(tmp_path / "report.json")))
+        )
 
 
 def test_the_terminal_ends_with_the_verdict_and_a_server_cannot_command_it():
     run = scene_run()
-    run.problems = [invalid("it said \x1b]0;title\x07 and \x1b[2J"), warning("few samples")]
+    run.problems = [
+        invalid("it said \x1b]0;title\x07 and \x1b[2J"),
+        warning("few samples"),
+    ]
     text = shown(report_of([run]))
-    assert "INVALID: it said  ]0;title  and  [2J\nWARNING: few samples\na note\n" in text
-    assert text.endswith("INVALID: these figures are not the server's and must not be used")
+    assert (
+        "INVALID: it said  ]0;title  and  [2J\nWARNING: few samples\na note\n" in text
+    )
+    assert text.endswith(
+        "INVALID: these figures are not the server's and must not be used"
+    )
     assert "\x1b" not in text
 
 
@@ -163,7 +180,9 @@ def run_of(records: list[Record]) -> Run:
 
 
 def test_a_distribution_rises_to_one_over_answered_measured_requests():
-    records = [answered(index, float(index), [0.001 * (index + 1)]) for index in range(4)]
+    records = [
+        answered(index, float(index), [0.001 * (index + 1)]) for index in range(4)
+    ]
     warm_up = answered(4, -1.0, [9.0])
     warm_up.warm_up = True
     run = run_of([warm_up, *records, failed(5, 0.0, Outcome.REFUSED)])
@@ -174,7 +193,11 @@ def test_a_distribution_rises_to_one_over_answered_measured_requests():
 
 def test_a_report_has_the_charts_that_its_records_allow():
     bare = run_of([failed(0, 0.0, Outcome.REFUSED), answered(1, 0.1, [0.1])])
-    distributions = ["Time to first token", "Time per output token", "Gaps between tokens"]
+    distributions = [
+        "Time to first token",
+        "Time per output token",
+        "Gaps between tokens",
+    ]
     rates = ["Attainment against rate", "Goodput against rate"]
     for report, expected in (
         (report_of([scene_run()]), distributions),

@@ -70,14 +70,22 @@ def test_many_cuts_change_no_event(cuts):
     ("pieces", "num_tokens", "found"),
     [
         # Token ids say how many tokens a chunk carries.
-        ([token("", []), token("a", [1]), token("", [2, 3]), usage(3)], 3, [(2, 1), (3, 2)]),
+        (
+            [token("", []), token("a", [1]), token("", [2, 3]), usage(3)],
+            3,
+            [(2, 1), (3, 2)],
+        ),
         # Else each chunk with text is a token.
         (
             [token(""), token("a"), token("b"), token("c", end="length")],
             3,
             [(2, 1), (3, 1), (4, 1)],
         ),
-        ([token("a"), token("b"), token("", end="length"), usage(2)], 2, [(1, 1), (2, 1)]),
+        (
+            [token("a"), token("b"), token("", end="length"), usage(2)],
+            2,
+            [(1, 1), (2, 1)],
+        ),
         ([token("a") + token("b"), token("c")], 3, [(1, 2), (2, 1)]),
         # An event counts when its last byte is there.
         ([token("a")[:9], token("a")[9:-1], token("a")[-1:]], 1, [(3, 1)]),
@@ -88,7 +96,11 @@ def test_many_cuts_change_no_event(cuts):
             [(1, 1), (2, 1), (3, 1)],
         ),
         (
-            [token("a", usage=usage_body(0)), token("b", usage=usage_body(0)), usage(2)],
+            [
+                token("a", usage=usage_body(0)),
+                token("b", usage=usage_body(0)),
+                usage(2),
+            ],
             2,
             [(1, 1), (2, 1)],
         ),
@@ -109,7 +121,11 @@ def test_tokens_are_counted_by_what_the_server_says(pieces, num_tokens, found):
 def test_the_usage_of_the_server_is_kept():
     record = read(token("a", [1]), token("", [2, 3]), usage(3, 8, 4), DONE, forced=3)
     assert record.token_ids == [1, 2, 3]
-    assert (record.output_tokens, record.prompt_tokens, record.cached_tokens) == (3, 8, 4)
+    assert (record.output_tokens, record.prompt_tokens, record.cached_tokens) == (
+        3,
+        8,
+        4,
+    )
 
 
 def test_the_role_of_a_chat_is_no_token_and_reasoning_is_one():
@@ -122,9 +138,17 @@ def test_the_role_of_a_chat_is_no_token_and_reasoning_is_one():
 @pytest.mark.parametrize(
     ("pieces", "found", "note"),
     [
-        ([token("a b"), token(" c d e"), usage(5)], [(1, 2), (2, 3)], "5 tokens in 2 chunks"),
+        (
+            [token("a b"), token(" c d e"), usage(5)],
+            [(1, 2), (2, 3)],
+            "5 tokens in 2 chunks",
+        ),
         # A token that completes no text comes with one that does.
-        ([token("a"), token(""), token("b"), usage(3)], [(1, 1), (3, 2)], "3 tokens in 2 chunks"),
+        (
+            [token("a"), token(""), token("b"), usage(3)],
+            [(1, 1), (3, 2)],
+            "3 tokens in 2 chunks",
+        ),
     ],
 )
 def test_tokens_without_a_chunk_of_their_own_are_spread_and_marked(pieces, found, note):
@@ -140,7 +164,11 @@ THREE = [token("a"), token("b"), token("c")]
 @pytest.mark.parametrize(
     ("pieces", "outcome", "words"),
     [
-        ([token("a", [1]), token("b", [2]), usage(3)], "wrong_usage", "says 3 tokens, 2 token ids"),
+        (
+            [token("a", [1]), token("b", [2]), usage(3)],
+            "wrong_usage",
+            "says 3 tokens, 2 token ids",
+        ),
         ([*THREE, usage(2)], "wrong_usage", "usage says 2 tokens, 3 chunks"),
         ([usage(3)], "wrong_usage", "usage says 3 tokens, 0 chunks"),
         # A forced length is verified, and one that cannot be is wrong.
@@ -162,8 +190,16 @@ def test_a_contradiction_is_named(pieces, outcome, words):
 @pytest.mark.parametrize(
     ("data", "outcome", "words"),
     [
-        (event({"error": {"message": "node lost", "code": 502}}), "error_in_stream", "node lost"),
-        (event({"object": "error", "message": "too long"}), "error_in_stream", "too long"),
+        (
+            event({"error": {"message": "node lost", "code": 502}}),
+            "error_in_stream",
+            "node lost",
+        ),
+        (
+            event({"object": "error", "message": "too long"}),
+            "error_in_stream",
+            "too long",
+        ),
         (b"data: {'a': 1}\n\n", "malformed", "not JSON: {'a': 1}"),
         (b'data: {"choices": [{"text": "\xff"}]}\n\n', "malformed", "not JSON"),
         (event({"status": "busy"}), "malformed", "neither choices nor usage"),
@@ -180,7 +216,10 @@ def test_an_event_that_should_not_be_ends_the_answer(data, outcome, words):
 
 @pytest.mark.parametrize(
     ("pieces", "words"),
-    [([], "without [DONE], after 0"), ([token("a"), b"data: {"], "within an event, after 1")],
+    [
+        ([], "without [DONE], after 0"),
+        ([token("a"), b"data: {"], "within an event, after 1"),
+    ],
 )
 def test_an_answer_without_its_end_is_truncated(pieces, words):
     record = read(*pieces, cut="the connection was closed")
@@ -218,7 +257,8 @@ def exchanged(*pieces: bytes, ends: bool = False) -> Exchange:
 
 def test_a_piece_of_a_stream_is_stamped_before_its_chunk_is_complete():
     head = (
-        b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+        b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n"
     )
     found = exchanged(head, b"ff\r\ndata: [DO", b"NE]\n\n")
     assert (found.first_byte_s, found.end_s, found.problem) == (2.0, 3.0, None)
@@ -253,7 +293,11 @@ def test_an_address_that_is_none_is_refused_without_its_password(url, words):
         (
             Target(model="m", token_ids=False),
             PLANNED,
-            {"prompt": [1, 2], "ignore_eos": True, "stream_options": {"include_usage": True}},
+            {
+                "prompt": [1, 2],
+                "ignore_eos": True,
+                "stream_options": {"include_usage": True},
+            },
         ),
         # Extensions are asked for by name, and the rest is the user's.
         (

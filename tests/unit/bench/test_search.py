@@ -15,15 +15,20 @@ from tests.support.bench_records import case_of, ended, run_of
 
 GOAL = 0.9
 Curve = Callable[[float], float]
-Step = tuple[float, float, dict[str, bool]]  # the rate that is expected, its attainment, and flaws
+# The rate that is expected, its attainment, and flaws.
+Step = tuple[float, float, dict[str, bool]]
 
 
 def knee(rate: float, width: float = 4.0) -> Curve:
     """Attains everything at low rates, nothing at high ones, and the goal exactly at `rate`."""
-    return lambda offered: min(1.0, max(0.0, 1 - (1 - GOAL) * (offered / rate) ** width))
+    return lambda offered: min(
+        1.0, max(0.0, 1 - (1 - GOAL) * (offered / rate) ** width)
+    )
 
 
-def run(curve: Curve, options: SearchOptions | None = None, reach: float = math.inf) -> Found:
+def run(
+    curve: Curve, options: SearchOptions | None = None, reach: float = math.inf
+) -> Found:
     search = RateSearch(options or SearchOptions())
     while (rate := search.next_rate()) is not None:
         search.observe(Probe(rate, curve(rate), rate <= reach))
@@ -40,7 +45,10 @@ def test_it_doubles_bisects_rechecks_and_confirms():
     assert [probe.rate for probe in found.probes[:6]] == [1, 2, 4, 8, 5.657, 4.757]
     assert (found.ending, found.confirmed) == ("found", True)
     assert (found.rate, found.failing_rate) == (4.757, 5.657)
-    assert found.line == "4.757/s holds an attainment of 90%, confirmed by 3 runs; 5.657/s does not"
+    assert (
+        found.line
+        == "4.757/s holds an attainment of 90%, confirmed by 3 runs; 5.657/s does not"
+    )
 
 
 @pytest.mark.parametrize(
@@ -53,8 +61,20 @@ def test_it_doubles_bisects_rechecks_and_confirms():
             "never_attained",
             "not even 0.1/s holds an attainment of 90%",
         ),
-        (knee(1000.0), SearchOptions(), 50.0, "client_limit", "this client cannot send"),
-        (knee(10.0), SearchOptions(), 0.0, "no_valid_run", "the client cannot measure here"),
+        (
+            knee(1000.0),
+            SearchOptions(),
+            50.0,
+            "client_limit",
+            "this client cannot send",
+        ),
+        (
+            knee(10.0),
+            SearchOptions(),
+            0.0,
+            "no_valid_run",
+            "the client cannot measure here",
+        ),
     ],
 )
 def test_a_search_says_how_it_ended(curve, options, reach, ending, said):
@@ -105,7 +125,11 @@ def test_it_converges_on_any_falling_curve_within_its_noise(
     curve = knee(edge, width)
     dice = random.Random(seed)
     options = SearchOptions(
-        start_rate=start, tolerance=tolerance, max_probes=1000, min_rate=0.001, confirmations=2
+        start_rate=start,
+        tolerance=tolerance,
+        max_probes=1000,
+        min_rate=0.001,
+        confirmations=2,
     )
     found = run(lambda rate: curve(rate) + dice.uniform(-noise, noise), options)
     if found.ending == "never_attained":
@@ -126,13 +150,17 @@ def test_it_converges_on_any_falling_curve_within_its_noise(
 def test_however_a_server_behaves_only_confirmed_rates_are_reported_as_confirmed(
     answers, max_probes, confirmations
 ):
-    options = SearchOptions(max_probes=max_probes, confirmations=confirmations, min_rate=0.02)
+    options = SearchOptions(
+        max_probes=max_probes, confirmations=confirmations, min_rate=0.02
+    )
     search = RateSearch(options)
     replies = iter(answers)
     while (rate := search.next_rate()) is not None:
         answer = next(replies)  # never more than `max_probes`
         assert options.min_rate <= rate
-        search.observe(Probe(rate, float(answer > 2), answer != 3, is_saturated=answer == 4))
+        search.observe(
+            Probe(rate, float(answer > 2), answer != 3, is_saturated=answer == 4)
+        )
     found = search.result()
     confirming = [
         probe
@@ -158,7 +186,9 @@ def test_however_a_server_behaves_only_confirmed_rates_are_reported_as_confirmed
         ((Outcome.NO_SOCKET, Outcome.ANSWERED), False),
     ],
 )
-def test_a_run_that_failed_says_something_of_the_server_if_the_client_could_ask(outcomes, is_valid):
+def test_a_run_that_failed_says_something_of_the_server_if_the_client_could_ask(
+    outcomes, is_valid
+):
     found = probe_of(1.0, run_of(case_of(len(outcomes)), ended(*outcomes), ""))
     assert found.is_valid is is_valid
     assert found.is_broken is is_valid

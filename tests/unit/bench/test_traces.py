@@ -65,14 +65,21 @@ def test_azure_rows_count_from_the_first_and_columns_go_by_name(tmp_path):
         "GeneratedTokens,TIMESTAMP,ContextTokens\n"
         "3,2024-05-10 00:00:00,7\n\n4,2024-05-10 01:00:01.5+01:00,8\n"  # none is UTC
     )
-    assert read_trace(written(tmp_path, text)) == [TraceRow(0.0, 7, 3), TraceRow(1.5, 8, 4)]
+    assert read_trace(written(tmp_path, text)) == [
+        TraceRow(0.0, 7, 3),
+        TraceRow(1.5, 8, 4),
+    ]
 
 
 def test_mooncake_rows_bring_blocks(tmp_path):
     text = mooncake((500, 600, 9, [4, 7]), (2500, 512, 1, [4])) + "\n"
     (tmp_path / "packed.xz").write_bytes(lzma.compress(text.encode()))
     (tmp_path / "packed.gz").write_bytes(gzip.compress(text.encode()))
-    for path in (written(tmp_path, text), tmp_path / "packed.xz", tmp_path / "packed.gz"):
+    for path in (
+        written(tmp_path, text),
+        tmp_path / "packed.xz",
+        tmp_path / "packed.gz",
+    ):
         rows = [TraceRow(0.0, 600, 9, (4, 7)), TraceRow(2.0, 512, 1, (4,))]
         assert read_trace(str(path)) == rows
 
@@ -82,7 +89,11 @@ def test_mooncake_rows_bring_blocks(tmp_path):
     [
         (AZURE.replace("396", "many"), 3, "expected `int`.*ContextTokens"),
         (AZURE.replace("18:15:50", "18:15:40"), 3, "before the row above"),
-        (AZURE.replace("ContextTokens", "Tokens"), 2, "missing required field `ContextTokens`"),
+        (
+            AZURE.replace("ContextTokens", "Tokens"),
+            2,
+            "missing required field `ContextTokens`",
+        ),
         ("\n\n", 1, "neither of the known traces"),
         (mooncake((0, 600, 9, [4])), 1, "1 hash_ids for 600 tokens.*make it 2"),
     ],
@@ -126,7 +137,11 @@ def traces(draw: st.DrawFn) -> list[TraceRow]:
                 known.append(next(children))
             path += (draw(st.sampled_from(known)),)
         last = draw(st.integers(1, 512))
-        rows.append(TraceRow(at_s, (len(path) - 1) * 512 + last, draw(st.integers(0, 900)), path))
+        rows.append(
+            TraceRow(
+                at_s, (len(path) - 1) * 512 + last, draw(st.integers(0, 900)), path
+            )
+        )
     return rows
 
 
@@ -145,9 +160,14 @@ def common(one: Sequence[int], other: Sequence[int]) -> int:
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(traces(), OPTIONS, st.integers(0, 2**40))
-def test_equal_ids_at_the_front_are_equal_tokens_and_no_others(tmp_path, rows, options, seed):
+def test_equal_ids_at_the_front_are_equal_tokens_and_no_others(
+    tmp_path, rows, options, seed
+):
     text = mooncake(
-        *((1000 * row.at_s, row.input_tokens, row.output_tokens, [*row.hash_ids]) for row in rows)
+        *(
+            (1000 * row.at_s, row.input_tokens, row.output_tokens, [*row.hash_ids])
+            for row in rows
+        )
     )
     path = written(tmp_path, text)
     workload = msgspec.structs.replace(options, workload="trace", path=path, seed=seed)

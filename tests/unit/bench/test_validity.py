@@ -7,12 +7,27 @@ import msgspec
 import pytest
 
 from baton.bench.figures.metrics import summarise
-from baton.bench.figures.validity import CACHED, Problem, Severity, check, find_growth, is_valid
+from baton.bench.figures.validity import (
+    CACHED,
+    Problem,
+    Severity,
+    check,
+    find_growth,
+    is_valid,
+)
 from baton.bench.records import ClientProcess, Outcome, Planned, Record
 from baton.bench.report.document import Run
 from baton.bench.settings import Workload
 from baton.protocol.errors import BatonError
-from tests.support.bench_records import case_of, ended, load, plan_of, request, run_of, steady
+from tests.support.bench_records import (
+    case_of,
+    ended,
+    load,
+    plan_of,
+    request,
+    run_of,
+    steady,
+)
 
 IDLE = ClientProcess(1, 10.0, 100.0, 1000, 10_000)
 BUSY = msgspec.structs.replace(IDLE, cpu_s=61.0)
@@ -73,7 +88,9 @@ def merged(num_tokens: int) -> list[Record]:
     return [request(0.1 * place, chunks, index=place) for place in range(1000)]
 
 
-@pytest.mark.parametrize("records", [steady(1000), changed(late(0.0051), 10), warm_up(-0.1)])
+@pytest.mark.parametrize(
+    "records", [steady(1000), changed(late(0.0051), 10), warm_up(-0.1)]
+)
 def test_a_good_run_has_no_problems(records):
     assert problems_of(records) == []
 
@@ -86,7 +103,11 @@ def test_nothing_is_late_in_a_closed_loop():
 @pytest.mark.parametrize(
     ("found", "severity", "words"),
     [
-        (problems_of(changed(late(0.0051), 11)), INVALID, "lag p99 is 5.1 ms, over 5.0 ms"),
+        (
+            problems_of(changed(late(0.0051), 11)),
+            INVALID,
+            "lag p99 is 5.1 ms, over 5.0 ms",
+        ),
         (
             problems_of(steady(1000), client=BUSY),
             INVALID,
@@ -104,7 +125,11 @@ def test_nothing_is_late_in_a_closed_loop():
         ),
         (problems_of(warm_up(0.1)), WARNING, "1 warm-up requests were still running"),
         (problems_of(merged(4)), WARNING, "tokens arrive 4.00 to a chunk on average"),
-        (problems_of(growing(400)), WARNING, "the load outran the server: over the run TTFT grew"),
+        (
+            problems_of(growing(400)),
+            WARNING,
+            "the load outran the server: over the run TTFT grew",
+        ),
     ],
 )
 def test_a_single_problem_is_told_in_a_line(found, severity, words):
@@ -129,8 +154,14 @@ def test_answers_of_another_length_make_a_run_invalid_unless_they_are_few():
 @pytest.mark.parametrize(
     ("outcome", "why"),
     [
-        (Outcome.UNREACHABLE, "all 20 requests failed: 20 unreachable; the first: why$"),
-        (Outcome.WRONG_LENGTH, "20 wrong length; .*: does the server honour ignore_eos"),
+        (
+            Outcome.UNREACHABLE,
+            "all 20 requests failed: 20 unreachable; the first: why$",
+        ),
+        (
+            Outcome.WRONG_LENGTH,
+            "20 wrong length; .*: does the server honour ignore_eos",
+        ),
     ],
 )
 def test_a_run_without_an_answer_is_invalid_and_nothing_else_is_said(outcome, why):
@@ -153,7 +184,9 @@ def test_a_queue_that_grows_throughout_is_found():
 
 
 def texts(run: Run, *, is_invalid: bool) -> list[str]:
-    return [problem.text for problem in run.problems if problem.is_invalid is is_invalid]
+    return [
+        problem.text for problem in run.problems if problem.is_invalid is is_invalid
+    ]
 
 
 def test_a_load_that_was_stopped_says_so_once_and_counts_no_failure():
@@ -170,7 +203,9 @@ def test_a_load_in_which_nothing_counts_is_a_failure_and_says_why():
     warm = ended(REFUSED)
     warm.records[0].warm_up = True
     for nothing in (warm, ended(STOPPED, STOPPED)):
-        with pytest.raises(BatonError, match="nothing was measured: the first 1 failed"):
+        with pytest.raises(
+            BatonError, match="nothing was measured: the first 1 failed"
+        ):
             run_of(case_of(2), nothing, "the first 1 failed")
 
 

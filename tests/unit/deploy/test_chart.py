@@ -17,11 +17,23 @@ from baton.deploy.model_folder import HUB_FILES, HUB_WEIGHTS
 from baton.protocol import VERSION
 from baton.protocol.config import ClusterConfig, NodeConfig, RouterConfig
 from baton.runtime.channels.keys import Keys, write_key
-from tests.support.chart import Object, Objects, needs_helm, objects_of, refusal, values_file
+from tests.support.chart import (
+    Object,
+    Objects,
+    needs_helm,
+    objects_of,
+    refusal,
+    values_file,
+)
 from tests.support.chart import helm as run_helm
 from tests.support.depth import nightly
 from tests.support.sources import REPOSITORY
-from tests.unit.deploy.test_cluster_kubernetes import CONTENT, CUSTOM, VERSIONS, rendered
+from tests.unit.deploy.test_cluster_kubernetes import (
+    CONTENT,
+    CUSTOM,
+    VERSIONS,
+    rendered,
+)
 from tests.unit.deploy.test_cluster_kubernetes import objects as objects_in
 
 pytestmark = needs_helm
@@ -36,7 +48,11 @@ FULL: dict[str, Any] = {
     "imagePullSecrets": [{"name": "registry"}],
     "apiKeys": {"existingSecret": "ours"},
     "huggingFace": {"token": "hf_x"},
-    "modelStorage": {"create": {"size": "10Gi"}, "path": "qwen/small", "download": True},
+    "modelStorage": {
+        "create": {"size": "10Gi"},
+        "path": "qwen/small",
+        "download": True,
+    },
     "node": {
         "extraEnv": [{"name": "ONE", "value": "1"}],
         "tolerations": [{"key": "gpu", "operator": "Exists"}],
@@ -51,18 +67,37 @@ FULL: dict[str, Any] = {
         }
     },
     "serviceAccount": {"create": True},
-    "ingress": {"enabled": True, "host": "llm.example", "tlsSecret": "tls", "className": "nginx"},
+    "ingress": {
+        "enabled": True,
+        "host": "llm.example",
+        "tlsSecret": "tls",
+        "className": "nginx",
+    },
     "httpRoute": {"enabled": True, "parentRefs": [{"name": "gateway"}]},
-    "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}, "interval": "15s"},
+    "podMonitor": {
+        "enabled": True,
+        "labels": {"release": "prometheus"},
+        "interval": "15s",
+    },
 }
 
 
-def described(folder: Path, capsys: pytest.CaptureFixture[str], **changes: Any) -> list[str]:
+def described(
+    folder: Path, capsys: pytest.CaptureFixture[str], **changes: Any
+) -> list[str]:
     """Return helm's flags for the files that `baton render` writes for a description."""
-    (folder / "cluster.yaml").write_text(yaml.safe_dump({**CONTENT, **changes}, sort_keys=False))
+    (folder / "cluster.yaml").write_text(
+        yaml.safe_dump({**CONTENT, **changes}, sort_keys=False)
+    )
     if not (folder / "cluster.key").exists():
         write_key(folder / "cluster.key")
-    words = [str(folder / "cluster.yaml"), "--on", "helm", "--out", str(folder / "values")]
+    words = [
+        str(folder / "cluster.yaml"),
+        "--on",
+        "helm",
+        "--out",
+        str(folder / "values"),
+    ]
     assert main("render", "", words) == 0
     paths = capsys.readouterr().out.splitlines()
     return [word for path in paths for word in ("--values", path)]
@@ -84,7 +119,9 @@ def test_helm_finds_no_fault(tmp_path):
 
 
 @pytest.mark.parametrize("version", [nightly(VERSIONS[0]), *VERSIONS[1:]])
-def test_every_object_is_valid_in_the_oldest_and_the_newest_version(version, tmp_path, capsys):
+def test_every_object_is_valid_in_the_oldest_and_the_newest_version(
+    version, tmp_path, capsys
+):
     full = ("--values", values_file(tmp_path, **FULL))
     for words in ((), KEDA, HPA, EXAMPLE, full, described(tmp_path, capsys)):
         for (kind, _), one in objects_of(*words).items():
@@ -138,7 +175,9 @@ def test_replicas_are_the_least_number_where_a_pool_is_scaled(words):
     assert (spec.get("maxReplicaCount") or spec["maxReplicas"]) == 8
     for trigger in spec.get("triggers", []):
         assert trigger["metadata"]["ignoreNullValues"] == "false"
-    fixed = objects_of("--set", "pools.decode.replicas=4")["StatefulSet", "small-decode"]
+    fixed = objects_of("--set", "pools.decode.replicas=4")[
+        "StatefulSet", "small-decode"
+    ]
     assert fixed["spec"]["replicas"] == 4
 
 
@@ -183,25 +222,41 @@ def test_secrets_that_exist_are_named_and_none_is_made(tmp_path):
     pod = found["StatefulSet", "small-router"]["spec"]["template"]["spec"]
     assert named(pod["volumes"])["secret"]["secret"]["secretName"] == "a"
     env = named(container_of(found, "small-router")["env"])
-    assert env["BATON_ROUTER_API_KEYS"]["valueFrom"]["secretKeyRef"] == {"name": "b", "key": "keys"}
+    assert env["BATON_ROUTER_API_KEYS"]["valueFrom"]["secretKeyRef"] == {
+        "name": "b",
+        "key": "keys",
+    }
     assert env["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "c", "key": "token"}
 
 
 def test_only_pods_that_fetch_the_model_have_the_token(tmp_path):
     found = objects_of("--values", values_file(tmp_path, **FULL))
-    having = [kind for (kind, _), one in found.items() if '"HF_TOKEN"' in json.dumps(one)]
+    having = [
+        kind for (kind, _), one in found.items() if '"HF_TOKEN"' in json.dumps(one)
+    ]
     assert having == ["Job"]
     args = container_of(found, "small-decode")["args"]
-    assert {"model.path=/model/qwen/small", f"model.served_model_name={FULL['model']}"} < set(args)
+    assert {
+        "model.path=/model/qwen/small",
+        f"model.served_model_name={FULL['model']}",
+    } < set(args)
 
 
-@pytest.mark.parametrize(("model", "is_fetched"), [("some/model", True), ("/models/a", False)])
-def test_a_described_token_is_kept_where_the_model_is_fetched(model, is_fetched, tmp_path, capsys):
-    found = objects_of(*described(tmp_path, capsys, model=model, env={"HF_TOKEN": "hf_s3cret"}))
+@pytest.mark.parametrize(
+    ("model", "is_fetched"), [("some/model", True), ("/models/a", False)]
+)
+def test_a_described_token_is_kept_where_the_model_is_fetched(
+    model, is_fetched, tmp_path, capsys
+):
+    found = objects_of(
+        *described(tmp_path, capsys, model=model, env={"HF_TOKEN": "hf_s3cret"})
+    )
     assert (("Secret", "small-hugging-face") in found) == is_fetched
     for name in ("small-router", "small-decode"):
         assert ("HF_TOKEN" in named(container_of(found, name)["env"])) == is_fetched
-    having = [kind for (kind, _), one in found.items() if "hf_s3cret" in json.dumps(one)]
+    having = [
+        kind for (kind, _), one in found.items() if "hf_s3cret" in json.dumps(one)
+    ]
     assert having == ["Secret"] * is_fetched
 
 
@@ -214,16 +269,29 @@ def test_a_pool_of_the_chart_that_a_description_lacks_is_taken_out(tmp_path, cap
 
 def test_the_job_fetches_what_baton_reads_and_pods_wait_for_its_mark(tmp_path):
     found = objects_of("--values", values_file(tmp_path, **FULL))
-    (job,) = (one["spec"]["template"]["spec"] for (kind, _), one in found.items() if kind == "Job")
+    (job,) = (
+        one["spec"]["template"]["spec"]
+        for (kind, _), one in found.items()
+        if kind == "Job"
+    )
     script = job["containers"][0]["command"][2]
     folder = "/model/qwen/small"
     mark = script.split()[-1]
-    patterns = " ".join(f"--include '{pattern}'" for pattern in (*HUB_FILES, HUB_WEIGHTS))
-    assert script == f'hf download "$MODEL" --local-dir {folder} {patterns} && touch {mark}'
+    patterns = " ".join(
+        f"--include '{pattern}'" for pattern in (*HUB_FILES, HUB_WEIGHTS)
+    )
+    assert (
+        script
+        == f'hf download "$MODEL" --local-dir {folder} {patterns} && touch {mark}'
+    )
     pod = found["StatefulSet", "small-decode"]["spec"]["template"]["spec"]
     assert f"[ -e {mark} ]" in named(pod["initContainers"])["model"]["command"][2]
-    other = objects_of("--values", values_file(tmp_path, **{**FULL, "model": "other/model"}))
-    names = [{name for kind, name in objects if kind == "Job"} for objects in (found, other)]
+    other = objects_of(
+        "--values", values_file(tmp_path, **{**FULL, "model": "other/model"})
+    )
+    names = [
+        {name for kind, name in objects if kind == "Job"} for objects in (found, other)
+    ]
     assert names[0] != names[1], "a Job cannot be changed"
 
 
@@ -238,11 +306,16 @@ def test_nodes_of_a_private_network_need_no_key():
 def test_kustomize_takes_what_render_writes(tmp_path):
     files = rendered(tmp_path)
     done = subprocess.run(
-        ["kubectl", "kustomize", str(files[0].parent)], capture_output=True, text=True, check=False
+        ["kubectl", "kustomize", str(files[0].parent)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     kinds = [one["kind"] for one in yaml.safe_load_all(done.stdout)]
-    assert sorted(kinds) == sorted(kind for kind, _ in objects_in(files) if kind != "Kustomization")
+    assert sorted(kinds) == sorted(
+        kind for kind, _ in objects_in(files) if kind != "Kustomization"
+    )
 
 
 def test_pods_ask_for_memory_and_bound_what_they_share(tmp_path, capsys):
@@ -272,15 +345,20 @@ def test_the_chart_knows_the_sections_defaults_and_version_of_baton():
         if isinstance(getattr(ClusterConfig(), name), msgspec.Struct)
     }
     assert set(schema["settings"]["properties"]) == sections
-    assert set(schema["node"]["properties"]["settings"]["properties"]) == set(POOL_SECTIONS)
-    assert set(schema["router"]["properties"]["settings"]["properties"]) == set(ROUTER_SECTIONS)
+    assert set(schema["node"]["properties"]["settings"]["properties"]) == set(
+        POOL_SECTIONS
+    )
+    assert set(schema["router"]["properties"]["settings"]["properties"]) == set(
+        ROUTER_SECTIONS
+    )
     chart = yaml.safe_load((helm.CHART / "Chart.yaml").read_text())
     assert (chart["version"], chart["appVersion"]) == (VERSION, VERSION)
     pod = objects_of()["StatefulSet", "small-decode"]["spec"]["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] == NodeConfig().shutdown_timeout_s + 15
     (container,) = pod["containers"]
     start_s = (
-        container["startupProbe"]["failureThreshold"] * container["startupProbe"]["periodSeconds"]
+        container["startupProbe"]["failureThreshold"]
+        * container["startupProbe"]["periodSeconds"]
     )
     assert start_s == NodeConfig().start_timeout_s
     assert RouterConfig().shutdown_timeout_s == NodeConfig().shutdown_timeout_s
@@ -288,12 +366,18 @@ def test_the_chart_knows_the_sections_defaults_and_version_of_baton():
 
 def test_a_pool_with_a_cache_folder_has_a_volume_for_each_of_its_pods():
     found = objects_of("--set", "pools.decode.cacheFolder.size=20Gi")
-    with_one, without = (found["StatefulSet", f"small-{name}"] for name in ("decode", "prefill"))
+    with_one, without = (
+        found["StatefulSet", f"small-{name}"] for name in ("decode", "prefill")
+    )
     assert "volumeClaimTemplates" not in without["spec"]
     [claim] = with_one["spec"]["volumeClaimTemplates"]
     assert claim["spec"]["resources"]["requests"] == {"storage": "20Gi"}
     mounts = named(container_of(found, "small-decode")["volumeMounts"])
-    folder = named(container_of(found, "small-decode")["env"])["BATON_CACHE_FOLDER"]["value"]
+    folder = named(container_of(found, "small-decode")["env"])["BATON_CACHE_FOLDER"][
+        "value"
+    ]
     assert Path(folder).is_relative_to(mounts[claim["metadata"]["name"]]["mountPath"])
-    assert "BATON_CACHE_FOLDER" not in named(container_of(found, "small-prefill")["env"])
+    assert "BATON_CACHE_FOLDER" not in named(
+        container_of(found, "small-prefill")["env"]
+    )
     assert "sise" in refusal("--set", "node.cacheFolder.sise=1Gi")

@@ -11,7 +11,12 @@ import yaml
 from baton.deploy.cluster.description import Description
 from baton.deploy.cluster.hosts import check_machine, on_this_machine
 from baton.deploy.cluster.platforms import ray, slurm
-from baton.deploy.cluster.processes import ClusterAddresses, ClusterPlan, ProcessSpec, plan_of
+from baton.deploy.cluster.processes import (
+    ClusterAddresses,
+    ClusterPlan,
+    ProcessSpec,
+    plan_of,
+)
 from baton.deploy.cluster.reading import read_description
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
@@ -103,7 +108,9 @@ def test_nodes_get_the_gpus_that_the_command_was_left(tmp_path, monkeypatch):
     assert "BATON_ENGINE_THREADS" not in router.env
     check_machine(plan, plan.processes)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
-    with pytest.raises(ConfigError, match=r"decode-1 on 127.0.0.1: no GPU is left .* has 1"):
+    with pytest.raises(
+        ConfigError, match=r"decode-1 on 127.0.0.1: no GPU is left .* has 1"
+    ):
         check_machine(plan, plan.processes)
 
 
@@ -115,7 +122,10 @@ REMOTE = {"routers": [{"host": "10.0.0.1"}], "settings": {"keys": {"insecure": T
     [
         ({"rooters": []}, "rooters"),
         ({"pools": pools(replicas=0)}, "pools"),
-        ({"pools": {"prefill": {"role": "prefill"}}}, "pools: no pool has `role: decode`"),
+        (
+            {"pools": {"prefill": {"role": "prefill"}}},
+            "pools: no pool has `role: decode`",
+        ),
         ({"pools": {**pools(), "router": {"role": "decode"}}}, "pools.router"),
         ({"routers": []}, "routers"),
         ({"routers": [{"port": 5570}]}, "routers[0].control_port"),
@@ -123,8 +133,14 @@ REMOTE = {"routers": [{"host": "10.0.0.1"}], "settings": {"keys": {"insecure": T
         ({"pools": pools(peer_port=65535, replicas=2)}, "pools.decode.peer_port"),
         ({"settings": {"cahe": {}}}, "settings: cahe"),
         ({"settings": {"cache": {"block_size": 0}}}, "cache.block_size cannot be 0"),
-        ({"settings": {"model": {"path": "x"}}}, "settings.model.path: model decides this"),
-        ({"pools": pools(settings={"router": {"port": 1}})}, "pools.decode.settings.router.port"),
+        (
+            {"settings": {"model": {"path": "x"}}},
+            "settings.model.path: model decides this",
+        ),
+        (
+            {"pools": pools(settings={"router": {"port": 1}})},
+            "pools.decode.settings.router.port",
+        ),
         ({"pools": pools(settings={"cache": {"block_size": 8}})}, "cache.block_size"),
         ({"pools": pools(env={"BATON_NODE_ID": "x"})}, "pools.decode.env"),
         ({"pools": pools(hosts=["10.0.0.2"])}, "routers[0].host"),
@@ -136,7 +152,12 @@ REMOTE = {"routers": [{"host": "10.0.0.1"}], "settings": {"keys": {"insecure": T
             "pools",
         ),
         (
-            {"pools": {"p": {"role": "prefill", "gpus": 2}, "d": {"role": "decode", "gpus": 3}}},
+            {
+                "pools": {
+                    "p": {"role": "prefill", "gpus": 2},
+                    "d": {"role": "decode", "gpus": 3},
+                }
+            },
             "pools.p.gpus is 2 and pools.d.gpus is 3",
         ),
         (
@@ -179,15 +200,25 @@ def test_processes_on_hosts_that_a_platform_picks_need_a_key(tmp_path):
 PlacesOf = Callable[[Description], ClusterAddresses]
 POOLS = {
     "first": {"role": "prefill", "gpus": 2},
-    "decode": {"role": "decode", "replicas": 4, "gpus": 2, "peer_port": 6000, "http_port": 6100},
+    "decode": {
+        "role": "decode",
+        "replicas": 4,
+        "gpus": 2,
+        "peer_port": 6000,
+        "http_port": 6100,
+    },
 }
 
 
 def example_on(folder: Path, addresses_of: PlacesOf, **changes: object) -> ClusterPlan:
     """Return the plan of the example with GPUs, with other keys of the top level."""
-    example = yaml.safe_load((REPOSITORY / "deploy/examples/tensor-parallel.yaml").read_text())
+    example = yaml.safe_load(
+        (REPOSITORY / "deploy/examples/tensor-parallel.yaml").read_text()
+    )
     example["routers"].append({"port": 8001, "control_port": 5571})
-    (folder / "cluster.yaml").write_text(yaml.safe_dump({**example, **changes}, sort_keys=False))
+    (folder / "cluster.yaml").write_text(
+        yaml.safe_dump({**example, **changes}, sort_keys=False)
+    )
     write_key(folder / "cluster.key")
     description = read_description(folder / "cluster.yaml")
     return plan_of(description, addresses_of(description))
@@ -196,7 +227,9 @@ def example_on(folder: Path, addresses_of: PlacesOf, **changes: object) -> Clust
 def test_slurm_tasks_of_one_host_differ_in_ports_and_gpus(tmp_path):
     plan = example_on(tmp_path, slurm.addresses_of, pools=POOLS)
     slurm.render(plan, tmp_path)
-    read = msgspec.json.decode((tmp_path / "plan.json").read_bytes(), type=slurm.SlurmPlan)
+    read = msgspec.json.decode(
+        (tmp_path / "plan.json").read_bytes(), type=slurm.SlurmPlan
+    )
     assert read.processes == plan.processes
     spec = next(one for one in plan.processes if one.name == "decode-3")
     task = {
@@ -215,11 +248,15 @@ def test_slurm_tasks_of_one_host_differ_in_ports_and_gpus(tmp_path):
         "BATON_NODE_HTTP": "10.0.0.2:6103",
         "CUDA_VISIBLE_DEVICES": "6,7",
     }
-    with pytest.raises(ConfigError, match="decode-3 on n2: it needs 2 GPUs and Slurm gave it 1"):
+    with pytest.raises(
+        ConfigError, match="decode-3 on n2: it needs 2 GPUs and Slurm gave it 1"
+    ):
         slurm.placed(spec, tmp_path, "10.0.0.1", {**task, "CUDA_VISIBLE_DEVICES": "0"})
 
 
-def test_nodes_notice_routers_that_moved_and_never_wait_for_their_file(monkeypatch, tmp_path):
+def test_nodes_notice_routers_that_moved_and_never_wait_for_their_file(
+    monkeypatch, tmp_path
+):
     now_s = 0.0
     monkeypatch.setattr(slurm, "monotonic", lambda: now_s)
     watch = slurm.RoutersWatch(tmp_path, "10.0.0.1")
@@ -245,15 +282,35 @@ def test_a_process_on_ray_gets_the_addresses_and_ports_of_its_place(tmp_path):
 @pytest.mark.parametrize(
     ("addresses_of", "changes", "said"),
     [
-        (slurm.addresses_of, {"node_selector": {"gpu": "h100"}}, "node_selector.gpu: features"),
-        (slurm.addresses_of, {"resources": {"nic": "one"}}, "resources.nic: give the number"),
-        (ray.addresses_of, {"resources": {"GPU": "1"}}, "resources.GPU: write gpus of the pool"),
-        (ray.addresses_of, {"resources": {"nic": "one"}}, "resources.nic: one must be the number"),
+        (
+            slurm.addresses_of,
+            {"node_selector": {"gpu": "h100"}},
+            "node_selector.gpu: features",
+        ),
+        (
+            slurm.addresses_of,
+            {"resources": {"nic": "one"}},
+            "resources.nic: give the number",
+        ),
+        (
+            ray.addresses_of,
+            {"resources": {"GPU": "1"}},
+            "resources.GPU: write gpus of the pool",
+        ),
+        (
+            ray.addresses_of,
+            {"resources": {"nic": "one"}},
+            "resources.nic: one must be the number",
+        ),
     ],
 )
-def test_a_resource_that_a_platform_cannot_grant_is_refused(addresses_of, changes, said, tmp_path):
+def test_a_resource_that_a_platform_cannot_grant_is_refused(
+    addresses_of, changes, said, tmp_path
+):
     with pytest.raises(ConfigError, match=said):
-        example_on(tmp_path, addresses_of, pools={"decode": {"role": "decode", **changes}})
+        example_on(
+            tmp_path, addresses_of, pools={"decode": {"role": "decode", **changes}}
+        )
 
 
 @pytest.mark.parametrize("addresses_of", [slurm.addresses_of, ray.addresses_of])

@@ -58,7 +58,9 @@ Object = dict[str, Any]
 
 
 def rendered(folder: Path, **changes: Any) -> list[Path]:
-    (folder / "cluster.yaml").write_text(yaml.safe_dump({**CONTENT, **changes}, sort_keys=False))
+    (folder / "cluster.yaml").write_text(
+        yaml.safe_dump({**CONTENT, **changes}, sort_keys=False)
+    )
     return written(folder, folder / "cluster.yaml")
 
 
@@ -72,7 +74,9 @@ def written(folder: Path, path: Path) -> list[Path]:
 def objects(files: list[Path]) -> dict[tuple[str, str], Object]:
     """Return the objects of all files by kind and name."""
     found = [one for path in files for one in yaml.safe_load_all(path.read_text())]
-    return {(one["kind"], one.get("metadata", {}).get("name", "")): one for one in found}
+    return {
+        (one["kind"], one.get("metadata", {}).get("name", "")): one for one in found
+    }
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -84,10 +88,16 @@ def test_every_object_is_valid_in_the_oldest_and_the_newest_version(version, tmp
                 kubernetes_validate.validate(one, version, strict=True)
 
 
-def test_clusters_of_one_namespace_share_no_name_and_select_no_pod_of_each_other(tmp_path):
-    ours, theirs = (objects(rendered(tmp_path, name=name)) for name in ("small", "other"))
+def test_clusters_of_one_namespace_share_no_name_and_select_no_pod_of_each_other(
+    tmp_path,
+):
+    ours, theirs = (
+        objects(rendered(tmp_path, name=name)) for name in ("small", "other")
+    )
     assert ours.keys() & theirs.keys() == {("Kustomization", "")}
-    other = theirs["StatefulSet", "other-decode"]["spec"]["template"]["metadata"]["labels"]
+    other = theirs["StatefulSet", "other-decode"]["spec"]["template"]["metadata"][
+        "labels"
+    ]
     for (kind, _), one in ours.items():
         spec = one.get("spec", {})
         for place in (spec, spec.get("podSelector", {})):
@@ -108,7 +118,10 @@ def test_pods_begin_anew_when_a_secret_changes(tmp_path):
 
 
 def test_a_pool_is_scaled_on_what_waits_for_its_role(tmp_path):
-    pools = {**CONTENT["pools"], "decode": {**CONTENT["pools"]["decode"], "max_replicas": 9}}
+    pools = {
+        **CONTENT["pools"],
+        "decode": {**CONTENT["pools"]["decode"], "max_replicas": 9},
+    }
     found = objects(rendered(tmp_path, pools=pools))
     spec = found["ScaledObject", "small-decode"]["spec"]
     queries = [one["metadata"]["query"] for one in spec["triggers"]]
@@ -117,13 +130,17 @@ def test_a_pool_is_scaled_on_what_waits_for_its_role(tmp_path):
         (family,) = re.findall(r"baton_[a-z_]+", query)
         assert family in families
         assert 'role="decode"' in query
-    assert "replicas" not in found["StatefulSet", "small-decode"]["spec"], "an apply would undo it"
+    assert "replicas" not in found["StatefulSet", "small-decode"]["spec"], (
+        "an apply would undo it"
+    )
     options = {"model_claim": "models", "external_metrics": True}
     found = objects(rendered(tmp_path, pools=pools, kubernetes=options))
     scaler = found["HorizontalPodAutoscaler", "small-decode"]
     for version in VERSIONS:
         kubernetes_validate.validate(scaler, version, strict=True)
-    with pytest.raises(ConfigError, match=r"pools\.decode\.max_replicas: nothing measures"):
+    with pytest.raises(
+        ConfigError, match=r"pools\.decode\.max_replicas: nothing measures"
+    ):
         rendered(tmp_path, pools=pools, kubernetes={"model_claim": "models"})
 
 
@@ -131,7 +148,13 @@ def test_a_pool_is_scaled_on_what_waits_for_its_role(tmp_path):
     ("changes", "reason"),
     [
         ({"routers": [{}, {"port": 8001}]}, "all routers are alike"),
-        ({"name": "n" * 40, "pools": {**CONTENT["pools"], "p" * 20: {"role": "decode"}}}, "52"),
+        (
+            {
+                "name": "n" * 40,
+                "pools": {**CONTENT["pools"], "p" * 20: {"role": "decode"}},
+            },
+            "52",
+        ),
         ({"kubernetes": {"model_claim": "m", "pod": {"containers": []}}}, "containers"),
         ({"kubernetes": {}}, r"kubernetes\.model_claim"),
     ],
@@ -142,14 +165,21 @@ def test_what_kubernetes_cannot_have_is_refused(changes, reason, tmp_path):
 
 
 def test_the_probes_of_a_router_with_a_certificate_speak_https(tmp_path):
-    for settings, scheme in (({}, None), ({"router": {"ssl_certfile": "/tls/pem"}}, "HTTPS")):
+    for settings, scheme in (
+        ({}, None),
+        ({"router": {"ssl_certfile": "/tls/pem"}}, "HTTPS"),
+    ):
         found = objects(rendered(tmp_path, settings=settings))
-        (router,) = found["StatefulSet", "small-router"]["spec"]["template"]["spec"]["containers"]
+        (router,) = found["StatefulSet", "small-router"]["spec"]["template"]["spec"][
+            "containers"
+        ]
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
             assert router[probe]["httpGet"].get("scheme") == scheme
 
 
 def test_manifests_need_helm_and_say_so(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="helm fills in the manifests and is not installed"):
+    with pytest.raises(
+        ConfigError, match="helm fills in the manifests and is not installed"
+    ):
         rendered(tmp_path)

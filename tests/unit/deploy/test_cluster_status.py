@@ -55,7 +55,9 @@ def test_a_server_on_this_host_is_asked_where_no_cluster_is_described(
 
 
 def test_render_asks_for_a_platform():
-    with pytest.raises(ConfigError, match="name a platform: --on helm, --on kubernetes"):
+    with pytest.raises(
+        ConfigError, match="name a platform: --on helm, --on kubernetes"
+    ):
         arguments_of("render", "", [])
     assert arguments_of("up", "", []).on == "local"
 
@@ -71,7 +73,10 @@ def test_handoffs_of_several_routers_are_added():
     ("changes", "health"),
     [
         ({}, "ready"),
-        ({"nodes": READY[:1], "lost": (NodeReply(DECODE, "decode"),)}, "lost at router-1"),
+        (
+            {"nodes": READY[:1], "lost": (NodeReply(DECODE, "decode"),)},
+            "lost at router-1",
+        ),
         ({"nodes": READY[:1]}, "absent at router-1"),
         (
             {"nodes": (NodeReply(DECODE, "decode", "starting", "loading", 3, 9),)},

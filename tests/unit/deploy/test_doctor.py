@@ -46,7 +46,9 @@ SPLIT = PathMeasured(failure=Failure("no_transport", "nothing serves both"))
             "the driver supports CUDA up to 12.4, and torch is built for 13.0",
         ),
         (
-            cuda_finding(msgspec.structs.replace(TORCH, no_gpu="none is left"), 0, has_gpus=True),
+            cuda_finding(
+                msgspec.structs.replace(TORCH, no_gpu="none is left"), 0, has_gpus=True
+            ),
             "fault",
             "torch can use no GPU: none is left",
         ),
@@ -58,12 +60,36 @@ SPLIT = PathMeasured(failure=Failure("no_transport", "nothing serves both"))
         (nixl_finding(None, needs_nixl=False), "warning", "pip install -e '.[nixl]'"),
         (nixl_finding("no plugin", needs_nixl=False), "warning", "no plugin"),
         (nixl_finding("", needs_nixl=True), "ok", "an agent starts"),
-        (memory_finding(50_000, 40_000), "fault", "need 50000 MiB and 40000 MiB are free"),
-        (memlock_finding(64 << 10, RDMA), "fault", "the limit is 64 KiB, and RDMA locks"),
-        (path_finding("b reads a", BY_RDMA, RDMA), "ok", "10.74 GB/s, 0.10 ms for a block of 64"),
-        (path_finding("b reads a", BY_TCP, RDMA), "warning", "although there are RDMA ports"),
-        (path_finding("b reads a", LATE, RDMA), "fault", "no answer: open all TCP ports"),
-        (path_finding("b reads a", SPLIT, RDMA), "fault", "install the extra nixl on both hosts"),
+        (
+            memory_finding(50_000, 40_000),
+            "fault",
+            "need 50000 MiB and 40000 MiB are free",
+        ),
+        (
+            memlock_finding(64 << 10, RDMA),
+            "fault",
+            "the limit is 64 KiB, and RDMA locks",
+        ),
+        (
+            path_finding("b reads a", BY_RDMA, RDMA),
+            "ok",
+            "10.74 GB/s, 0.10 ms for a block of 64",
+        ),
+        (
+            path_finding("b reads a", BY_TCP, RDMA),
+            "warning",
+            "although there are RDMA ports",
+        ),
+        (
+            path_finding("b reads a", LATE, RDMA),
+            "fault",
+            "no answer: open all TCP ports",
+        ),
+        (
+            path_finding("b reads a", SPLIT, RDMA),
+            "fault",
+            "install the extra nixl on both hosts",
+        ),
     ],
 )
 def test_each_finding_is_one_line_that_says_what_to_do(found, level, text):
@@ -77,7 +103,11 @@ WELL = MachineReport("baton 1, protocol 1", "d1", "d2", ())
 @pytest.mark.parametrize(
     ("changes", "check", "text"),
     [
-        ({"version": "baton 9"}, "versions", "c has baton 9; 2 hosts have baton 1, protocol 1"),
+        (
+            {"version": "baton 9"},
+            "versions",
+            "c has baton 9; 2 hosts have baton 1, protocol 1",
+        ),
         ({"key": "d9"}, "keys", "c has d9; 2 hosts have d1"),
         ({"model": "d9"}, "models", "copy one model to all hosts"),
     ],
@@ -85,7 +115,9 @@ WELL = MachineReport("baton 1, protocol 1", "d1", "d2", ())
 def test_the_host_that_differs_is_named(changes, check, text):
     assert {finding.level for finding in compared({"a": WELL, "b": WELL})} == {"ok"}
     odd = msgspec.structs.replace(WELL, **changes)
-    found = [one for one in compared({"a": WELL, "b": WELL, "c": odd}) if one.level != "ok"]
+    found = [
+        one for one in compared({"a": WELL, "b": WELL, "c": odd}) if one.level != "ok"
+    ]
     assert [one.check for one in found] == [check]
     assert text in found[0].text
 

@@ -18,7 +18,9 @@ from tests.support.pooling_folders import embedding_folder
 
 
 def model_of(path: str, name: str = "") -> ModelConfig:
-    return with_model(ClusterConfig(model=ModelConfig(path=path, served_model_name=name))).model
+    return with_model(
+        ClusterConfig(model=ModelConfig(path=path, served_model_name=name))
+    ).model
 
 
 @pytest.fixture
@@ -35,13 +37,17 @@ def write_model(folder: Path) -> None:
 
 
 def test_a_model_is_called_like_its_folder(folder):
-    assert model_of(str(folder)) == ModelConfig(path=str(folder), served_model_name="tiny-model")
+    assert model_of(str(folder)) == ModelConfig(
+        path=str(folder), served_model_name="tiny-model"
+    )
 
 
 def test_a_model_that_makes_no_tokens_gets_prefill_nodes_alone():
     folder = embedding_folder("llama", num_layers=1)
     for prefill in (0, 3):
-        given = ClusterConfig(model=ModelConfig(path=str(folder)), prefill=prefill, decode=2)
+        given = ClusterConfig(
+            model=ModelConfig(path=str(folder)), prefill=prefill, decode=2
+        )
         found = with_model(given)
         assert (found.prefill, found.decode) == (max(1, prefill), 0)
     with pytest.raises(ConfigError, match="makes no tokens"):
@@ -56,7 +62,9 @@ def test_drafts_that_a_model_cannot_have_are_refused_before_anything_starts(tmp_
             ("eagle3", "config.json"),
         ):
             engine = EngineConfig(
-                num_speculative_tokens=2, speculative_method=method, speculative_model=str(tmp_path)
+                num_speculative_tokens=2,
+                speculative_method=method,
+                speculative_model=str(tmp_path),
             )
             with pytest.raises(ConfigError, match=why):
                 with_model(ClusterConfig(model=model, engine=engine))
@@ -84,23 +92,33 @@ def test_float16_weights_are_said_to_be_widened(folder, dtype, caplog):
     assert found.model.dtype == ("float32" if dtype == "auto" else dtype)
 
 
-def test_files_that_are_not_there_are_refused_and_a_router_needs_no_weights(folder, tmp_path):
+def test_files_that_are_not_there_are_refused_and_a_router_needs_no_weights(
+    folder, tmp_path
+):
     weights = folder / "model.safetensors"
     for file in (folder / "tokenizer.json", weights):
         whole = file.read_bytes() if file.is_file() else b""
-        file.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
-        with pytest.raises(ConfigError, match=rf"{file.name} is a Git LFS pointer.*git lfs pull"):
+        file.write_bytes(
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+        )
+        with pytest.raises(
+            ConfigError, match=rf"{file.name} is a Git LFS pointer.*git lfs pull"
+        ):
             model_of(str(folder))
         file.write_bytes(whole)
     shutil.copyfile(CHECKPOINT / weights.name, weights)
     os.truncate(weights, weights.stat().st_size - 1)
-    with pytest.raises(ConfigError, match=r"ends before tensor .* does: fetch the file again"):
+    with pytest.raises(
+        ConfigError, match=r"ends before tensor .* does: fetch the file again"
+    ):
         model_of(str(folder))
     weights.unlink()
     with pytest.raises(ConfigError, match=r"has no model\.safetensors"):
         model_of(str(folder))
     index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}))
+    index.write_text(
+        json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}})
+    )
     (folder / "1.safetensors").touch()
     with pytest.raises(ConfigError, match=r"names 2\.safetensors, which"):
         model_of(str(folder))
@@ -108,7 +126,9 @@ def test_files_that_are_not_there_are_refused_and_a_router_needs_no_weights(fold
     with pytest.raises(ConfigError, match=r"index\.json: Expected `object`"):
         model_of(str(folder))
     config = ClusterConfig(model=ModelConfig(path=str(folder)))
-    assert with_model(config, needs_weights=False).model.served_model_name == "tiny-model"
+    assert (
+        with_model(config, needs_weights=False).model.served_model_name == "tiny-model"
+    )
     with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
         check_tokenizer(tmp_path)
     check_tokenizer(CHECKPOINT)
@@ -117,14 +137,18 @@ def test_files_that_are_not_there_are_refused_and_a_router_needs_no_weights(fold
 def test_a_model_of_the_hub_is_taken_from_its_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match=r"HF_HUB_OFFLINE is set: fetch it with `hf download"):
+    with pytest.raises(
+        ConfigError, match=r"HF_HUB_OFFLINE is set: fetch it with `hf download"
+    ):
         model_of("some/model")
     repository = tmp_path / "models--some--model"
     snapshot = repository / "snapshots" / ("0" * 40)
     write_model(snapshot)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(snapshot.name)
-    assert model_of("some/model") == ModelConfig(path=str(snapshot), served_model_name="some/model")
+    assert model_of("some/model") == ModelConfig(
+        path=str(snapshot), served_model_name="some/model"
+    )
 
 
 @pytest.mark.parametrize("wants_key", [False, True])

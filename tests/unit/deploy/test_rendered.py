@@ -69,10 +69,15 @@ ROUTERS = [{}, {"port": 8001, "control_port": 5571}]
 @pytest.mark.parametrize(
     "platform", ["slurm", "systemd", pytest.param("kubernetes", marks=needs_helm)]
 )
-def test_a_platform_gets_these_files_and_no_secret_that_others_can_read(platform, tmp_path, capsys):
+def test_a_platform_gets_these_files_and_no_secret_that_others_can_read(
+    platform, tmp_path, capsys
+):
     content = CONTENT | OF_PLATFORM[platform]
     if platform == "kubernetes":
-        decode = content["pools"]["decode"] | {"max_replicas": 9, "node_selector": {"gpu": "h100"}}
+        decode = content["pools"]["decode"] | {
+            "max_replicas": 9,
+            "node_selector": {"gpu": "h100"},
+        }
         prefill = content["pools"]["prefill"] | {"resources": {"rdma/hca": "1"}}
         content["pools"] = {"prefill": prefill, "decode": decode}
     else:
@@ -90,8 +95,15 @@ def test_a_platform_gets_these_files_and_no_secret_that_others_can_read(platform
         text = path.read_text()
         if "s3cret" in text or key.split()[1] in text:
             assert path.stat().st_mode & 0o077 == 0
-            assert path.suffix in (".env", ".key", ".json", "") or path.name == "secrets.yaml"
-        for found, shown in ((key, "KEY"), (str(tmp_path), "FOLDER"), (sys.executable, "PYTHON")):
+            assert (
+                path.suffix in (".env", ".key", ".json", "")
+                or path.name == "secrets.yaml"
+            )
+        for found, shown in (
+            (key, "KEY"),
+            (str(tmp_path), "FOLDER"),
+            (sys.executable, "PYTHON"),
+        ):
             text = text.replace(found.strip(), shown)
         compare(platform, str(path.relative_to(out)), text)
     names = {str(path.relative_to(out)) for path in files}
@@ -105,7 +117,8 @@ def files_of(platform: str) -> list[Path]:
 
 def compare(platform: str, name: str, text: str) -> None:
     expected = EXPECTED / platform / name
-    lines = [line for line in text.splitlines() if "baton/secrets: " not in line]  # of a new key
+    # Of a new key.
+    lines = [line for line in text.splitlines() if "baton/secrets: " not in line]
     if not expected.exists():
         expected.parent.mkdir(parents=True, exist_ok=True)
         expected.write_text("\n".join(lines) + "\n")

@@ -25,7 +25,9 @@ def test_people_are_told_once_what_a_phase_does(capsys):
 
 def test_every_phase_of_a_start_has_words():
     sources = [path.read_text() for path in (REPOSITORY / "model").rglob("*.py")]
-    phases = {"".join(found) for source in sources for found in REPORTED.findall(source)}
+    phases = {
+        "".join(found) for source in sources for found in REPORTED.findall(source)
+    }
     assert phases == PHASES.keys()
 
 
@@ -35,6 +37,8 @@ def test_a_cache_folder_is_made_and_one_that_cannot_be_written_is_one_line(tmp_p
     assert list((tmp_path / "new" / "folder").iterdir()) == []
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(ConfigError, match=r"cache\.folder: cannot write to .*file") as caught:
+        with pytest.raises(
+            ConfigError, match=r"cache\.folder: cannot write to .*file"
+        ) as caught:
             check_cache_folder(str(folder))
         assert "\n" not in caught.value.message

@@ -49,7 +49,9 @@ class Kind(Enum):
 PLAIN = {FP32: Kind.FP32, BF16: Kind.BF16}
 KINDS = [kind for kind in Kind if kind is not Kind.PAIRS or has_bf16_products()]
 GATES = (SILU, GELU_TANH, Gate(1.702, limit=7.0, offset=1.0))
-RAGGED = AttentionShape(contexts=(200, 1, 64, 65, 33, 16), queries=(140, 1, 64, 1, 20, 3))
+RAGGED = AttentionShape(
+    contexts=(200, 1, 64, 65, 33, 16), queries=(140, 1, 64, 1, 20, 3)
+)
 
 
 def no_progress(done: int, total: int) -> None:
@@ -77,7 +79,9 @@ def row_kernels(dtype: torch.dtype) -> CpuKernels:
     return kernels(batch, PLAIN[dtype])
 
 
-def work(ours: CpuKernels, batch: Batch, spans: list[tuple[int, int, int, int]]) -> AttentionWork:
+def work(
+    ours: CpuKernels, batch: Batch, spans: list[tuple[int, int, int, int]]
+) -> AttentionWork:
     return ours.attention_work(batch.block_tables.flatten().numpy(), np.array(spans))
 
 
@@ -86,12 +90,19 @@ def spans_of(batch: Batch) -> list[tuple[int, int, int, int]]:
     starts = batch.query_starts.tolist()
     width = batch.block_tables.shape[1]
     return [
-        (starts[i], starts[i + 1] - starts[i], end - starts[i + 1] + starts[i], i * width)
+        (
+            starts[i],
+            starts[i + 1] - starts[i],
+            end - starts[i + 1] + starts[i],
+            i * width,
+        )
         for i, end in enumerate(batch.context_lens.tolist())
     ]
 
 
-def attended(batch: Batch, spans: list[tuple[int, int, int, int]], kind: Kind) -> Tensor:
+def attended(
+    batch: Batch, spans: list[tuple[int, int, int, int]], kind: Kind
+) -> Tensor:
     ours = kernels(batch, kind)
     q = batch.q.contiguous()
     out = torch.full_like(q, float("nan"))
@@ -136,20 +147,30 @@ def test_attention_with_sizes_of_any_kind(kind, size, value):
 @pytest.mark.parametrize("length", [1, 2, 33, 64, 300, 1100])
 @pytest.mark.parametrize("spread", [0.3, 1.0, 4.0])
 @pytest.mark.parametrize("kind", KINDS[1:])
-def test_errors_in_bf16_are_no_larger_than_those_of_torchs_attention(kind, spread, length):
+def test_errors_in_bf16_are_no_larger_than_those_of_torchs_attention(
+    kind, spread, length
+):
     """Against exact results, from flat weights over many keys to one key that has it all."""
     shape = AttentionShape((length,), (length,), head_dim=64, dtype=kind.dtype)
     batch = attention_batch(shape, "cpu")
     batch = dataclasses.replace(batch, q=(spread * batch.q).contiguous())
     numbers = batch.pool[:, :, LAYER][batch.block_tables[0, : -(-length // 16)].long()]
-    k, v = numbers.permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :length].repeat_interleave(2, 1)
+    k, v = (
+        numbers.permute(2, 1, 0, 3, 4)
+        .flatten(2, 3)[:, :, :length]
+        .repeat_interleave(2, 1)
+    )
     q = batch.q.transpose(0, 1)
 
     def error(got: Tensor, exact: Tensor) -> float:
         return (got.double() - exact).square().mean().sqrt().item()
 
-    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
-    theirs = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
+    exact = F.scaled_dot_product_attention(
+        q.double(), k.double(), v.double(), is_causal=True
+    )
+    theirs = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[
+        0
+    ]
     ours = attended(batch, spans_of(batch), kind).transpose(0, 1)
     assert error(ours, exact) <= 1.1 * error(theirs, exact) + 1e-9
 
@@ -188,7 +209,9 @@ def test_a_token_gets_the_same_bits_in_every_batch(kind):
     spans = spans_of(batch)
     together = attended(batch, spans, kind)
     for count in (1, 2, 7, 33):
-        assert_equal_bits(attended(batch, spans[:count], kind)[:count], together[:count])
+        assert_equal_bits(
+            attended(batch, spans[:count], kind)[:count], together[:count]
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -214,7 +237,14 @@ def test_threads_get_the_bits_of_one_thread(kind):
         ours.attend(q, LAYER, plan, out, batch.scale)
         rotated = ours.rope_and_store(qkv, 0, positions, slots, table, norms, 1e-6)
         normed, stream = ours.add_rms_norm(x, residual, x[0], 1e-6)
-        return [out, rotated, batch.pool[:, :, 0].clone(), normed, stream, ours.gate_mul(x)]
+        return [
+            out,
+            rotated,
+            batch.pool[:, :, 0].clone(),
+            normed,
+            stream,
+            ours.gate_mul(x),
+        ]
 
     before = torch.get_num_threads()
     try:
@@ -238,7 +268,9 @@ def test_rotation_and_store(dtype, head_dim, has_norms):
     slots = torch.randperm(64, generator=generator)[:13]
     table = rotation_table(500, head_dim)
     q_norm, k_norm = torch.randn(2, head_dim, generator=generator).to(dtype).unbind()
-    norms = torch.cat((q_norm.expand(6, -1), k_norm.expand(2, -1))) if has_norms else None
+    norms = (
+        torch.cat((q_norm.expand(6, -1), k_norm.expand(2, -1))) if has_norms else None
+    )
     ours = pool.clone()
     theirs = pool.clone()
     got = CpuKernels(library(PLAIN[dtype]), ours, 6).rope_and_store(
@@ -260,7 +292,9 @@ def test_rotation_and_store(dtype, head_dim, has_norms):
     assert_close(got, expected)
     assert_close(ours, theirs)
     assert_equal_bits(ours[:, :, LAYER, 1], theirs[:, :, LAYER, 1])  # values are copied
-    assert torch.equal(ours.isnan(), theirs.isnan()), "a slot that was not named was written"
+    assert torch.equal(ours.isnan(), theirs.isnan()), (
+        "a slot that was not named was written"
+    )
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
@@ -279,12 +313,21 @@ def test_rows_whose_last_numbers_alone_are_rotated(dtype, head_dim, rotary_dim):
         packed.flatten(1), LAYER, positions, slots, table, None, 1e-5
     )
     expected = reference.rope_and_store(
-        packed[:13, :6], packed[:13, 6:], None, positions[:13], table, theirs, LAYER, slots
+        packed[:13, :6],
+        packed[:13, 6:],
+        None,
+        positions[:13],
+        table,
+        theirs,
+        LAYER,
+        slots,
     )
     assert_close(got, expected)
     assert_close(ours, theirs)
     assert_equal_bits(got[:, :, :-rotary_dim], packed[:13, :6, :-rotary_dim])
-    assert torch.equal(ours.isnan(), theirs.isnan()), "a slot that was not named was written"
+    assert torch.equal(ours.isnan(), theirs.isnan()), (
+        "a slot that was not named was written"
+    )
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
@@ -294,14 +337,18 @@ def test_residual_and_norm(dtype, hidden, has_residual):
     """Rows with a gap between, and the rounded sum as the new residual."""
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(5, 2 * hidden, generator=generator).to(dtype)[:, :hidden]
-    residual = torch.randn(5, hidden, generator=generator).to(dtype) if has_residual else None
+    residual = (
+        torch.randn(5, hidden, generator=generator).to(dtype) if has_residual else None
+    )
     weight = torch.randn(hidden, generator=generator).to(dtype)
     ours = row_kernels(dtype)
     normed, stream = ours.add_rms_norm(x, residual, weight, 1e-5)
     expected, expected_stream = reference.add_rms_norm(x, residual, weight, 1e-5)
     assert_equal_bits(stream, expected_stream)
     assert_close(normed, expected)
-    assert_equal_bits(ours.add_rms_norm(stream[3:4], None, weight, 1e-5)[0], normed[3:4])
+    assert_equal_bits(
+        ours.add_rms_norm(stream[3:4], None, weight, 1e-5)[0], normed[3:4]
+    )
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
@@ -318,7 +365,9 @@ def test_gate(dtype, features, gate):
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_gates_beside_other_numbers_scale_rows(dtype):
     generator = torch.Generator().manual_seed(5)
-    x, wide = (torch.randn(9, size, generator=generator).to(dtype) * 3 for size in (37, 90))
+    x, wide = (
+        torch.randn(9, size, generator=generator).to(dtype) * 3 for size in (37, 90)
+    )
     gates = wide[:, 50:87]
     ours = row_kernels(dtype).sigmoid_mul(x, gates)
     assert_close(ours, reference.sigmoid_mul(x, gates))
@@ -341,7 +390,8 @@ def test_caps_of_logits():
 def test_bf16_results_are_rounded_to_the_nearest_even_and_nan_stays():
     """The sum of a residual rounds whatever fp32 can hold, as torch rounds it."""
     bits = torch.randint(-(2**15), 2**15, (64, 2048), dtype=torch.int16)
-    bits[0, :4] = torch.tensor([0x7F81, 0x7FFF, -1, 0x7F80], dtype=torch.int16)  # NaN, infinity
+    # NaN, infinity.
+    bits[0, :4] = torch.tensor([0x7F81, 0x7FFF, -1, 0x7F80], dtype=torch.int16)
     x = bits.view(BF16)
     residual = bits.roll(1, 0).view(BF16)
     ours = row_kernels(BF16)

@@ -53,7 +53,9 @@ def file(tmp_path, monkeypatch):
 def loaded() -> tuple[CpuLibrary, list[tuple[int, int]]]:
     """The library, and what was said while it was compiled."""
     said: list[tuple[int, int]] = []
-    library = load_library(is_bf16=False, progress=lambda done, total: said.append((done, total)))
+    library = load_library(
+        is_bf16=False, progress=lambda done, total: said.append((done, total))
+    )
     assert set(library.kernels) == NAMES
     return library, said
 
@@ -78,7 +80,9 @@ def test_a_refusal_that_progress_brings_is_not_the_compilers():
         load_library(is_bf16=False, progress=refuse)
 
 
-def test_a_file_that_is_damaged_or_that_other_users_may_write_is_not_used(file, monkeypatch):
+def test_a_file_that_is_damaged_or_that_other_users_may_write_is_not_used(
+    file, monkeypatch
+):
     """Where no compiler can be had, there are no kernels then."""
     monkeypatch.setitem(sys.modules, "baton.kernels.cpu.compile", None)
     whole = file.read_bytes()
@@ -123,7 +127,9 @@ def test_without_numba_there_are_no_kernels(monkeypatch):
 
 
 def test_without_avx2_there_are_no_kernels(monkeypatch):
-    monkeypatch.setattr(llvmlite.binding, "get_host_cpu_features", llvmlite.binding.FeatureMap)
+    monkeypatch.setattr(
+        llvmlite.binding, "get_host_cpu_features", llvmlite.binding.FeatureMap
+    )
     with pytest.raises(KernelsUnavailable, match="no AVX2"):
         loaded()
 

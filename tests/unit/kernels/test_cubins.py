@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.kernels.cuda.paged import BF16, FP8, FP32, WARPGROUPS, WARPS, padded, tilings_for
+from baton.kernels.cuda.paged import (
+    BF16,
+    FP8,
+    FP32,
+    WARPGROUPS,
+    WARPS,
+    padded,
+    tilings_for,
+)
 from tests.support.module_process import said_by
 from tests.support.sources import written_kernels
 
@@ -25,7 +33,9 @@ def reports(tmp_path_factory):
 
 def compiled(folder: Path, *cases: str) -> Reports:
     env = {"TRITON_CACHE_DIR": str(folder)}
-    found: Reports = json.loads(said_by("tests.support.compile_kernels", *cases, env=env)[-1])
+    found: Reports = json.loads(
+        said_by("tests.support.compile_kernels", *cases, env=env)[-1]
+    )
     return found
 
 
@@ -50,10 +60,14 @@ def check(reports: Reports, gpu: str) -> None:
     """Every kernel fits, none for bf16 spills, and a multiprocessor has room for its programs."""
     assert len(reports) >= 3
     assert all(int(report["registers"]) >= 16 for report in reports), "no code was read"
-    assert [report for report in reports if not report["fits"] or not report["blocks"]] == []
+    assert [
+        report for report in reports if not report["fits"] or not report["blocks"]
+    ] == []
     is_exact = gpu == "90"
     spilled = [
-        r for r in reports if r["local_bytes"] and (is_exact or "fp32" not in str(r["case"]))
+        r
+        for r in reports
+        if r["local_bytes"] and (is_exact or "fp32" not in str(r["case"]))
     ]
     assert [r for r in spilled if "group of 32" not in str(r["case"])] == []
     tilings = tilings_for((int(gpu) // 10, int(gpu) % 10))
@@ -61,7 +75,9 @@ def check(reports: Reports, gpu: str) -> None:
         words = str(report["case"]).removeprefix("ordered ").split()
         dtype = {"bf16": BF16, "fp32": FP32, "fp8": FP8}[words[1]]
         wanted = tilings.decode[dtype, padded(int(words[2]))].per_multiprocessor
-        wanted = tilings.wide_programs if "group of 32" in str(report["case"]) else wanted
+        wanted = (
+            tilings.wide_programs if "group of 32" in str(report["case"]) else wanted
+        )
         wanted = min(wanted, 2) if "caps" in words else wanted
         if gpu in {"90", "100"} or dtype != FP32:
             assert int(report["blocks"]) >= wanted, report
@@ -71,12 +87,16 @@ def check(reports: Reports, gpu: str) -> None:
 def test_ordered_sums_take_as_many_keys_in_both_attentions(tilings):
     rows = tilings.decode.keys()
     assert rows == tilings.prefill.keys() == tilings.ordered_prefill.keys()
-    assert all(tilings.ordered_prefill[row].keys == tilings.decode[row].keys for row in rows)
+    assert all(
+        tilings.ordered_prefill[row].keys == tilings.decode[row].keys for row in rows
+    )
 
 
 def test_each_gpu_has_the_tables_of_its_tensor_cores():
     found = {capability: tilings_for(capability) for capability in CAPABILITIES}
-    assert {capability for capability, is_of in found.items() if is_of is WARPGROUPS} == {
+    assert {
+        capability for capability, is_of in found.items() if is_of is WARPGROUPS
+    } == {
         (9, 0),
         (10, 0),
         (10, 3),
@@ -84,7 +104,9 @@ def test_each_gpu_has_the_tables_of_its_tensor_cores():
 
 
 def attention(reports: Reports, kernel: str, start: str) -> Reports:
-    found = [r for r in reports if r["kernel"] == kernel and str(r["case"]).startswith(start)]
+    found = [
+        r for r in reports if r["kernel"] == kernel and str(r["case"]).startswith(start)
+    ]
     assert len(found) >= 3
     return found
 
@@ -99,9 +121,13 @@ def test_prefill_in_bf16_multiplies_on_warpgroups(reports):
 def test_the_next_scores_are_in_flight_during_the_softmax(reports):
     """One wait for products in each turn of both loops; two would leave the tensor cores idle."""
     cases = ("_prefill_kernel", "prefill bf16 128")
-    (found,) = (report for report in reports if (report["kernel"], report["case"]) == cases)
+    (found,) = (
+        report for report in reports if (report["kernel"], report["case"]) == cases
+    )
     assert WARPGROUPS.prefill[torch.bfloat16, 128].ahead
-    assert 0 < int(found["waits"]) <= 2 + 2 * 1 + 2 + 1, "before, in, and after two loops, and last"
+    assert 0 < int(found["waits"]) <= 2 + 2 * 1 + 2 + 1, (
+        "before, in, and after two loops, and last"
+    )
 
 
 @pytest.mark.release

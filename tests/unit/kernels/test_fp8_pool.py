@@ -35,7 +35,10 @@ KINDS = [
 @cache
 def library(dtype: torch.dtype, in_pairs: bool, fp8_pool: bool) -> CpuLibrary:
     return load_library(
-        is_bf16=dtype is BF16, in_pairs=in_pairs, fp8_pool=fp8_pool, progress=lambda *_: None
+        is_bf16=dtype is BF16,
+        in_pairs=in_pairs,
+        fp8_pool=fp8_pool,
+        progress=lambda *_: None,
     )
 
 
@@ -58,7 +61,9 @@ def test_numbers_keep_four_bits_and_bf16_holds_what_codes_stand_for(dtype):
     assert torch.equal(found, found.bfloat16().float())
     top = rows.abs().amax(-1, keepdim=True)
     # Half a step of three bits, or half the least step, at most `top / 224 / 512`.
-    assert ((found - rows).abs() <= torch.maximum(rows.abs() / 16, top / 224 / 1024)).all()
+    assert (
+        (found - rows).abs() <= torch.maximum(rows.abs() / 16, top / 224 / 1024)
+    ).all()
     assert (codes & 0x7F < 0x7F).all()
 
 
@@ -81,14 +86,22 @@ def test_rows_are_stored_as_codes_of_what_another_pool_would_hold(
     table = rotation_table(100, head_dim)
     positions = torch.arange(37)
     slots = torch.randperm(3 * 37)[:37]
-    plain = torch.zeros(3 * 37 // block_size + 1, 2, 3, 2, block_size, head_dim, dtype=dtype)
+    plain = torch.zeros(
+        3 * 37 // block_size + 1, 2, 3, 2, block_size, head_dim, dtype=dtype
+    )
     narrow, _ = in_fp8(plain)
     expected, _ = in_fp8(plain)
     call = (LAYER, positions, slots, table, None, 1e-6)
-    q = CpuKernels(library(dtype, in_pairs, False), plain, 6).rope_and_store(rows, *call)
-    ours = CpuKernels(library(dtype, in_pairs, True), narrow, 6).rope_and_store(rows, *call)
+    q = CpuKernels(library(dtype, in_pairs, False), plain, 6).rope_and_store(
+        rows, *call
+    )
+    ours = CpuKernels(library(dtype, in_pairs, True), narrow, 6).rope_and_store(
+        rows, *call
+    )
     assert_equal_bits(ours, q)
-    (codes, exponents), (wanted, wanted_exponents) = map(reference.fp8_parts, (narrow, expected))
+    (codes, exponents), (wanted, wanted_exponents) = map(
+        reference.fp8_parts, (narrow, expected)
+    )
     wanted[:], wanted_exponents[:] = reference.to_fp8(plain)
     assert torch.equal(exponents, wanted_exponents)
     is_whole = exponents < 255
@@ -111,7 +124,9 @@ SHAPES = {
 @pytest.mark.parametrize(("dtype", "in_pairs"), KINDS)
 @pytest.mark.parametrize("name", SHAPES)
 def test_attention_has_the_bits_of_a_pool_with_the_same_numbers(dtype, in_pairs, name):
-    shape = AttentionShape((200, 1, 64, 65, 33, 16), (140, 1, 64, 1, 20, 3), dtype=dtype)
+    shape = AttentionShape(
+        (200, 1, 64, 65, 33, 16), (140, 1, 64, 1, 20, 3), dtype=dtype
+    )
     changed: dict[str, object] = SHAPES[name]  # type: ignore[assignment]
     batch = attention_batch(dataclasses.replace(shape, **changed), "cpu")  # type: ignore[arg-type]
     narrow, plain = in_fp8(batch.pool)
@@ -120,20 +135,34 @@ def test_attention_has_the_bits_of_a_pool_with_the_same_numbers(dtype, in_pairs,
     width = batch.block_tables.shape[1]
     q = batch.q.contiguous()
     spans = [
-        (starts[i], starts[i + 1] - starts[i], end - starts[i + 1] + starts[i], i * width)
+        (
+            starts[i],
+            starts[i + 1] - starts[i],
+            end - starts[i + 1] + starts[i],
+            i * width,
+        )
         for i, end in enumerate(ends)
     ]
 
     def attended(pool: Tensor) -> Tensor:
         kernels = CpuKernels(library(dtype, in_pairs, pool is narrow), pool, q.shape[1])
-        work = kernels.attention_work(batch.block_tables.flatten().numpy(), np.array(spans))
+        work = kernels.attention_work(
+            batch.block_tables.flatten().numpy(), np.array(spans)
+        )
         out = torch.full_like(q, math.nan)
         kernels.attend(q, LAYER, work, out, batch.scale, *batch.how)
         return out
 
     assert_equal_bits(attended(narrow), attended(plain))
-    call = (LAYER, batch.block_tables, batch.query_starts, batch.context_lens, batch.scale)
+    call = (
+        LAYER,
+        batch.block_tables,
+        batch.query_starts,
+        batch.context_lens,
+        batch.scale,
+    )
     theirs = [
-        reference.paged_prefill_attention(q, pool, *call, *batch.how) for pool in (narrow, plain)
+        reference.paged_prefill_attention(q, pool, *call, *batch.how)
+        for pool in (narrow, plain)
     ]
     assert_equal_bits(*theirs)

@@ -10,7 +10,8 @@ from tests.support.interpreter_cases import interpreter_cases
 from tests.support.module_process import said_by
 from tests.support.sources import written_kernels
 
-pytestmark = pytest.mark.timeout(300)  # far more than it takes on a machine that others use
+# Far more than it takes on a machine that others use.
+pytestmark = pytest.mark.timeout(300)
 # Together they run every kernel.
 QUICK = (
     "caps and sinks",
@@ -45,8 +46,12 @@ def test_every_case_of_a_kernel_agrees_with_its_reference():
 
 
 def check(*cases: str) -> None:
-    (line,) = said_by("tests.support.interpret_kernels", *cases, env={"TRITON_INTERPRET": "1"})
+    (line,) = said_by(
+        "tests.support.interpret_kernels", *cases, env={"TRITON_INTERPRET": "1"}
+    )
     said = json.loads(line)
     failed = {case: outcome for case, outcome in said["outcomes"].items() if outcome}
-    assert not failed, "\n".join(f"{case}: {outcome}" for case, outcome in failed.items())
+    assert not failed, "\n".join(
+        f"{case}: {outcome}" for case, outcome in failed.items()
+    )
     assert set(said["ran"]) == written_kernels(), "a kernel is without a case"

@@ -81,7 +81,9 @@ class Case:
         positions, slots = self.places(start, end - start)
         chunks = np.array([[0, end - start, start, 0]], np.int64)
         self.sparse.begin(np.array(TABLE, np.int32), chunks)
-        self.sparse.choose(LAYER, heads.contiguous(), weights, positions, slots, self.angles)
+        self.sparse.choose(
+            LAYER, heads.contiguous(), weights, positions, slots, self.angles
+        )
         q = self.plain.rope_and_store(
             qkv.contiguous(), LAYER, positions, slots, self.angles, None, EPS
         )
@@ -97,7 +99,9 @@ class Case:
         )
         pools = (self.rows.clone(), self.keys.clone())
         q, index_q = (
-            reference.rope_and_store(of, key, None, positions, self.angles, pool, LAYER, slots)
+            reference.rope_and_store(
+                of, key, None, positions, self.angles, pool, LAYER, slots
+            )
             for of, key, pool in ((q, rows, pools[0]), (index_q, keys, pools[1]))
         )
         table = torch.tensor([TABLE])
@@ -119,7 +123,13 @@ class Case:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("index", "block_size", "num_chosen"),
-    [((6, 24), 16, 20), ((64, 128), 16, 64), ((1, 8), 5, 1), ((7, 32), 24, 90), ((5, 64), 64, 130)],
+    [
+        ((6, 24), 16, 20),
+        ((64, 128), 16, 64),
+        ((1, 8), 5, 1),
+        ((7, 32), 24, 90),
+        ((5, 64), 64, 130),
+    ],
 )
 def test_queries_see_what_the_reference_chooses(index, block_size, num_chosen, dtype):
     case = Case(dtype, index, block_size, num_chosen)
@@ -172,4 +182,6 @@ def test_a_layer_norm_is_its_reference(count, dtype):
     tolerance = (1e-5, 1e-5) if dtype == torch.float32 else (1.6e-2, 1e-2)
     torch.testing.assert_close(found, expected, rtol=tolerance[0], atol=tolerance[1])
     for row in range(9):
-        assert torch.equal(case.sparse.layer_norm(x[row : row + 1], norm, EPS)[0], found[row])
+        assert torch.equal(
+            case.sparse.layer_norm(x[row : row + 1], norm, EPS)[0], found[row]
+        )

@@ -33,12 +33,19 @@ class Case:
     """A layer over a pool whose free blocks hold NaN."""
 
     def __init__(
-        self, name: str, dtype: torch.dtype, *, corrects: bool = True, by_key: bool = False
+        self,
+        name: str,
+        dtype: torch.dtype,
+        *,
+        corrects: bool = True,
+        by_key: bool = False,
     ) -> None:
         shape, block_bytes = SHAPES[name]
         self.shape = shape
         self.layout = state_layout(shape, LAYERS, block_bytes, dtype.itemsize)
-        self.pool = torch.full((120, block_bytes // dtype.itemsize), float("nan"), dtype=dtype)
+        self.pool = torch.full(
+            (120, block_bytes // dtype.itemsize), float("nan"), dtype=dtype
+        )
         self.dtype = dtype
         library = load_library(is_bf16=dtype == torch.bfloat16, progress=no_progress)
         self.states = CpuStates(library, self.pool, self.layout)
@@ -80,14 +87,18 @@ class Case:
         self.generator = generator
 
     def inputs(self, num_tokens: int) -> Tensor:
-        return torch.randn(num_tokens, self.num_columns, generator=self.generator).to(self.dtype)
+        return torch.randn(num_tokens, self.num_columns, generator=self.generator).to(
+            self.dtype
+        )
 
     def blocks(self, number: int) -> tuple[int, ...]:
         """Blocks of a sequence, in no order."""
         first = 1 + number * self.layout.num_blocks
         return tuple(reversed(range(first, first + self.layout.num_blocks)))
 
-    def compute(self, x: Tensor, *chunks: tuple[int, int, int, int], first: int = 0) -> Tensor:
+    def compute(
+        self, x: Tensor, *chunks: tuple[int, int, int, int], first: int = 0
+    ) -> Tensor:
         """Rows of sequences `first`, `first + 1`, …: (row, tokens, start, tokens held) each."""
         tables = [block for i in range(len(chunks)) for block in self.blocks(first + i)]
         work = state_work(chunks, tables)
@@ -124,7 +135,10 @@ def test_a_layer_with_a_state_is_its_reference(name, kind, dtype):
     blocks = case.blocks(0)
     torch.testing.assert_close(mine.tail(LAYER, blocks), theirs.tail(LAYER, blocks))
     torch.testing.assert_close(
-        mine.matrices(LAYER, blocks), theirs.matrices(LAYER, blocks), rtol=1e-4, atol=1e-5
+        mine.matrices(LAYER, blocks),
+        theirs.matrices(LAYER, blocks),
+        rtol=1e-4,
+        atol=1e-5,
     )
     assert case.pool[0].isnan().all()  # of nobody
 
@@ -178,7 +192,9 @@ def test_steps_at_both_ends_are_finite_and_right():
     case = Case("small", torch.float32)
     gates = replace(case.gates, to_steps=0, to_betas=None)
     heads = len(gates.rates)
-    x = torch.tensor([-200.0, -30.0, -3.0, 0.0, 1e-3, 30.0, 200.0]).repeat_interleave(heads)
+    x = torch.tensor([-200.0, -30.0, -3.0, 0.0, 1e-3, 30.0, 200.0]).repeat_interleave(
+        heads
+    )
     x = x.view(-1, heads)
     decays, steps = case.states.gate_steps(x, gates)
     exact, exact_steps = reference.gate_steps(x.double(), gates)

@@ -37,9 +37,13 @@ from tests.support.thread_ranks import on_all, thread_ranks
 def test_a_token_stores_one_row_a_layer_and_other_layouts_never_pair():
     config = compute_config(foreign_folder("deepseek_v3"))
     own = plan_rank(config, 1).layout
-    assert [(one.kind, one.planes, one.width) for one in own.groups] == [("latent", 1, 40)]
+    assert [(one.kind, one.planes, one.width) for one in own.groups] == [
+        ("latent", 1, 40)
+    ]
     assert own.block_bytes == 16 * 3 * 40 * 4
-    theirs = plan_rank(with_values(config, {"model.model_impl": "transformers"}), 1).layout
+    theirs = plan_rank(
+        with_values(config, {"model.model_impl": "transformers"}), 1
+    ).layout
     assert own.fingerprint != theirs.fingerprint
     # transformers' code stores a key and a value, as long as a key, for each head.
     assert theirs.block_bytes == 16 * 3 * (4 * 2 * 24) * 4
@@ -166,7 +170,9 @@ def test_layers_that_only_guess_tokens_are_left_out(tmp_path):
     save_file({**tensors, "model.layers.3.eh_proj.weight": torch.zeros(4, 8)}, file)
     assert torch.equal(whole(folder), expected)
     save_file({**tensors, "model.layers.4.eh_proj.weight": torch.zeros(4, 8)}, file)
-    with pytest.raises(ConfigError, match=r"calls for tensor model\.layers\.4\.eh_proj"):
+    with pytest.raises(
+        ConfigError, match=r"calls for tensor model\.layers\.4\.eh_proj"
+    ):
         whole(folder)
 
 
@@ -176,27 +182,51 @@ def test_layers_that_only_guess_tokens_are_left_out(tmp_path):
         ("deepseek_v3", {"attention_bias": True}, "attention_bias is not supported"),
         ("deepseek_v2", {"mlp_bias": True}, "mlp_bias is not supported"),
         ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads must be"),
-        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
-        ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported"),
-        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method 'greedy' is not supported"),
+        (
+            "deepseek_v3",
+            {"scoring_func": "softmax"},
+            "scoring_func 'softmax' is not supported",
+        ),
+        (
+            "deepseek_v2",
+            {"scoring_func": "sigmoid"},
+            "scoring_func 'sigmoid' is not supported",
+        ),
+        (
+            "deepseek_v3",
+            {"topk_method": "greedy"},
+            "topk_method 'greedy' is not supported",
+        ),
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob is true"),
         ("deepseek_v3", {"n_group": 3}, "must divide n_routed_experts"),
         ("deepseek_v3", {"n_group": None}, "n_group is missing"),
         ("deepseek_v3", {"n_group": 8}, "at least two experts"),
         ("deepseek_v3", {"topk_group": 3}, "topk_group must be at most n_group, 2"),
-        ("deepseek_v3", {"num_experts_per_tok": 5}, "more than the experts of topk_group groups"),
+        (
+            "deepseek_v3",
+            {"num_experts_per_tok": 5},
+            "more than the experts of topk_group groups",
+        ),
         ("deepseek_v3", {"num_local_experts": 9}, "another field says"),
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq"),
         ("deepseek_v3", {"sliding_window": 24}, "sliding_window is not supported"),
         ("deepseek_v3", {"kv_lora_rank": 24}, r"implies \[32, 64\]"),
         ("deepseek_v3", {"qk_rope_head_dim": 16}, "config.json implies"),
         ("deepseek_v3", {"v_head_dim": 8}, r"kv_b_proj\.weight has the shape"),
-        ("deepseek_v3", {"n_shared_experts": 2}, r"shared_experts\.\w+\.weight has the shape"),
+        (
+            "deepseek_v3",
+            {"n_shared_experts": 2},
+            r"shared_experts\.\w+\.weight has the shape",
+        ),
         ("deepseek_v3", {"first_k_dense_replace": 2}, "has no tensor"),
         ("deepseek_v3", {"first_k_dense_replace": None}, "are missing: name one"),
         ("glm4_moe_lite", {"first_k_dense_replace": 2}, "mlp_layer_types differ"),
         ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func must be sigmoid"),
-        ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "dense or sparse for each layer"),
+        (
+            "glm4_moe_lite",
+            {"mlp_layer_types": ["dense"]},
+            "dense or sparse for each layer",
+        ),
         (
             "deepseek_v3",
             {"rope_parameters": DEEPSEEK_YARN | {"rope_type": "linear"}},
@@ -206,26 +236,62 @@ def test_layers_that_only_guess_tokens_are_left_out(tmp_path):
             "deepseek_v3",
             {
                 "rope_parameters": DEEPSEEK_YARN
-                | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+                | {
+                    "rope_type": "llama3",
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                }
             },
             "mscale_all_dim is supported with yarn only",
         ),
-        ("gemma2", {"hidden_activation": "silu"}, "hidden_activation 'silu' is not supported"),
-        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        (
+            "gemma2",
+            {"hidden_activation": "silu"},
+            "hidden_activation 'silu' is not supported",
+        ),
+        (
+            "gemma2",
+            {"use_bidirectional_attention": True},
+            "use_bidirectional_attention",
+        ),
         ("gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping"),
-        ("gemma3_text", {"attn_logit_softcapping": 5}, "attn_logit_softcapping is not supported"),
-        ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "by kind of layer"),
+        (
+            "gemma3_text",
+            {"attn_logit_softcapping": 5},
+            "attn_logit_softcapping is not supported",
+        ),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"rope_type": "default"}},
+            "by kind of layer",
+        ),
         ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types must name"),
         ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit"),
         ("gemma3_text", {"sliding_window": None}, "needs a sliding_window"),
         ("qwen3_moe", {"num_experts": 9}, "num_experts and num_local_experts differ"),
-        ("qwen3_moe", {"num_experts_per_tok": 9}, "must be at most the 8 experts, not 9"),
+        (
+            "qwen3_moe",
+            {"num_experts_per_tok": 9},
+            "must be at most the 8 experts, not 9",
+        ),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
-        ("qwen3_moe", {"num_local_experts": 9}, r"mlp\.gate\.weight has the shape \[8, 64\]"),
+        (
+            "qwen3_moe",
+            {"num_local_experts": 9},
+            r"mlp\.gate\.weight has the shape \[8, 64\]",
+        ),
         ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}, "has no tensor"),
-        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 0}, "must be at least 1"),
+        (
+            "qwen3_moe",
+            {"use_sliding_window": True, "sliding_window": 0},
+            "must be at least 1",
+        ),
         ("qwen3_moe", {"moe_intermediate_size": 64}, r"implies \[64, 64\]"),
-        ("qwen3_moe", {"mlp_only_layers": [2]}, r"has no tensor model\.layers\.2\.mlp\.gate_proj"),
+        (
+            "qwen3_moe",
+            {"mlp_only_layers": [2]},
+            r"has no tensor model\.layers\.2\.mlp\.gate_proj",
+        ),
     ],
 )
 def test_a_folder_that_means_something_else_is_refused(kind, fields, reason, tmp_path):
@@ -236,7 +302,9 @@ def test_a_folder_that_means_something_else_is_refused(kind, fields, reason, tmp
 
 def test_a_bias_that_is_not_finite_and_adapters_are_refused(tmp_path):
     folder = changed(tmp_path, "deepseek_v3")
-    with pytest.raises(ConfigError, match="latent attention is computed without adapters"):
+    with pytest.raises(
+        ConfigError, match="latent attention is computed without adapters"
+    ):
         plan_rank(compute_config(folder, lora_modules=(f"mine={tmp_path}",)), 1)
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.1.mlp.gate.e_score_correction_bias"][3] = float("nan")
@@ -249,14 +317,18 @@ LINEAR = {"rope_type": "linear", "factor": 8.0}
 OLD_FIELDS = {"rope_theta": 5e4, "rope_local_base_freq": 2e3, "rope_scaling": LINEAR}
 
 
-def first_logits(config: ClusterConfig, rank: SharedMemoryRanks | None = None) -> Tensor:
+def first_logits(
+    config: ClusterConfig, rank: SharedMemoryRanks | None = None
+) -> Tensor:
     with loaded(config, rank) as runner:
         return logits(runner, Text("a", prompt(LENGTH), range(10)).chunk(0, 100))[0]
 
 
 def test_a_folder_with_the_old_fields_of_gemma3_is_read(tmp_path):
     absent = ("rope_parameters", "layer_types")
-    folder = changed(tmp_path, "gemma3_text", absent, sliding_window_pattern=3, **OLD_FIELDS)
+    folder = changed(
+        tmp_path, "gemma3_text", absent, sliding_window_pattern=3, **OLD_FIELDS
+    )
     assert_close(whole(folder), reference(folder))
 
 
@@ -275,7 +347,9 @@ def test_experts_in_mxfp4_have_the_bits_of_their_numbers(tmp_path):
             blocks = torch.randint(256, (*size, 16), generator=generator).byte()
             scales = torch.randint(122, 126, size, generator=generator).byte()
             stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-            numbers[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            numbers[name] = convert_moe_packed_tensors(
+                blocks, scales, dtype=torch.float32
+            )
             numbers[name] = numbers[name].contiguous()
     save_file(stored, packed / "model.safetensors")
     save_file(numbers, plain / "model.safetensors")
@@ -286,7 +360,10 @@ def test_experts_in_mxfp4_have_the_bits_of_their_numbers(tmp_path):
         for share in on_all(members, lambda rank: first_logits(config, rank)):
             assert_close(share, expected[:100])
     name = "model.layers.1.mlp.experts.down_proj_blocks"
-    save_file({**stored, name: stored[name][..., 1:].contiguous()}, packed / "model.safetensors")
+    save_file(
+        {**stored, name: stored[name][..., 1:].contiguous()},
+        packed / "model.safetensors",
+    )
     with pytest.raises(ConfigError, match="_blocks has the shape"), loaded(config):
         pass
 
@@ -307,7 +384,9 @@ def test_fields_that_config_leaves_out_have_transformers_values(tmp_path):
 
 def test_ranks_that_cannot_share_an_expert_are_refused():
     folder = foreign_folder("qwen3_moe", moe_intermediate_size=33)
-    with pytest.raises(ConfigError, match="2 does not divide the width of an expert, 33"):
+    with pytest.raises(
+        ConfigError, match="2 does not divide the width of an expert, 33"
+    ):
         plan_rank(compute_config(folder), 2)
 
 

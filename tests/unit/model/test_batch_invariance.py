@@ -38,7 +38,11 @@ LENGTH = 300  # three tiles of keys
 @pytest.fixture(
     scope="module",
     params=[
-        *((name, dtype, "auto") for name in SHAPES for dtype in ("float32", "bfloat16")),
+        *(
+            (name, dtype, "auto")
+            for name in SHAPES
+            for dtype in ("float32", "bfloat16")
+        ),
         *(("mistral", dtype, "fp8") for dtype in ("float32", "bfloat16")),
     ],
     ids="-".join,
@@ -47,7 +51,9 @@ def runner(request):
     name, dtype, kv_cache_dtype = request.param
     family, shape = SHAPES[name]
     folder = model_folder(family, num_layers=2, **shape)
-    config = compute_config(folder, dtype=dtype, num_blocks=250, kv_cache_dtype=kv_cache_dtype)
+    config = compute_config(
+        folder, dtype=dtype, num_blocks=250, kv_cache_dtype=kv_cache_dtype
+    )
     with loaded(config) as loaded_runner:
         needs_rules(loaded_runner)
         yield loaded_runner
@@ -85,7 +91,9 @@ def test_decoding_neighbours_leave_no_trace(runner):
         first += -(-length // 16)
     alone = [chunked_logits(runner, each, [len(each.tokens)])[-1:] for each in texts]
     for batch in range(1, len(texts) + 1):
-        steps = [each.chunk(len(each.tokens) - 1, len(each.tokens)) for each in texts[:batch]]
+        steps = [
+            each.chunk(len(each.tokens) - 1, len(each.tokens)) for each in texts[:batch]
+        ]
         for ours, expected in zip(logits(runner, *steps), alone, strict=False):
             assert_same_bits(ours, expected)
 
@@ -94,7 +102,9 @@ def test_prompts_and_decoding_mix_in_one_batch(runner):
     texts = [text("a", 200), text("b", 40, 20), text("c", 131, 40), text("d", 9, 60)]
     alone = [chunked_logits(runner, each, [len(each.tokens)]) for each in texts]
     a, b, c, d = texts
-    mixed = logits(runner, a.chunk(150, 200), b.chunk(39, 40), c.chunk(0, 131), d.chunk(7, 9))
+    mixed = logits(
+        runner, a.chunk(150, 200), b.chunk(39, 40), c.chunk(0, 131), d.chunk(7, 9)
+    )
     expected = [alone[0][150:], alone[1][39:], alone[2], alone[3][7:]]
     for ours, theirs in zip(mixed, expected, strict=True):
         assert_same_bits(ours, theirs)
@@ -116,7 +126,9 @@ def test_rows_that_are_asked_for_alone_have_the_bits_of_all(runner):
         assert_same_bits(found, expected[rows])
 
 
-@pytest.mark.parametrize(("dtype", "threads"), [("float32", 2), ("bfloat16", 3), ("bfloat16", 4)])
+@pytest.mark.parametrize(
+    ("dtype", "threads"), [("float32", 2), ("bfloat16", 3), ("bfloat16", 4)]
+)
 def test_the_number_of_threads_leaves_no_trace(dtype, threads):
     config = compute_config(model_folder("qwen2", num_layers=2), dtype, num_blocks=40)
     one = text("one", 4 * MIN_ROWS + 100)
@@ -140,7 +152,9 @@ def test_long_contexts_leave_no_trace_at_any_block_size(dtype, block_size):
     """More keys than one product takes in either dtype, garbage behind them."""
     folder = model_folder("qwen3", num_layers=2)
     num_blocks = -(-1100 // block_size)
-    with loaded(compute_config(folder, dtype, 2 * num_blocks + 1, block_size)) as runner:
+    with loaded(
+        compute_config(folder, dtype, 2 * num_blocks + 1, block_size)
+    ) as runner:
         needs_rules(runner)
         runner.cache.pool.fill_(float("nan"))
         tokens = random_tokens(1100)
@@ -148,7 +162,10 @@ def test_long_contexts_leave_no_trace_at_any_block_size(dtype, block_size):
         other = Text("other", tokens[:530], range(num_blocks, 2 * num_blocks))
         expected = chunked_logits(runner, one, [1100])
         assert_same_bits(chunked_logits(runner, other, [500, 28, 1]), expected[:530])
-        both = logits(runner, one.chunk(1099, 1100), other.chunk(529, 530), one.chunk(700, 720))
+        both = logits(
+            runner, one.chunk(1099, 1100), other.chunk(529, 530), one.chunk(700, 720)
+        )
         assert_same_bits(
-            torch.cat(both), torch.cat((expected[-1:], expected[529:530], expected[700:720]))
+            torch.cat(both),
+            torch.cat((expected[-1:], expected[529:530], expected[700:720])),
         )

@@ -22,7 +22,12 @@ STEP_KERNELS = {
     "_choose_kernel",
     "_penalize_kernel",
 }
-DENSE_KERNELS = {"_split_kernel", "_combine_kernel", "_prefill_kernel", "_rope_store_kernel"}
+DENSE_KERNELS = {
+    "_split_kernel",
+    "_combine_kernel",
+    "_prefill_kernel",
+    "_rope_store_kernel",
+}
 LATENT_KERNELS = {
     "_latent_split_kernel",
     "_latent_merge_kernel",
@@ -38,10 +43,13 @@ SPARSE_KERNELS = {
 }
 GRAPHS = ("graphs", "latent graphs", "sparse graphs")
 
-pytestmark = pytest.mark.timeout(300)  # far more than it takes on a machine that others use
+# Far more than it takes on a machine that others use.
+pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.fixture(scope="module", params=["quick", pytest.param("others", marks=pytest.mark.release)])
+@pytest.fixture(
+    scope="module", params=["quick", pytest.param("others", marks=pytest.mark.release)]
+)
 def found(request):
     if sys.platform != "linux":
         pytest.skip("Triton runs on Linux only")
@@ -49,7 +57,9 @@ def found(request):
     models = ("dense", "sparse", "gpt_oss")
     if request.param == "others":
         models = ("latent", "gemma2", "gemma3_text")
-    (line,) = said_by("tests.support.interpret_kernels", *models, env={"TRITON_INTERPRET": "1"})
+    (line,) = said_by(
+        "tests.support.interpret_kernels", *models, env={"TRITON_INTERPRET": "1"}
+    )
     said: dict[str, Any] = json.loads(line)
     assert set(said) == set(models)
     return said
@@ -95,7 +105,9 @@ def test_warm_up_compiles_every_variant_that_random_batches_take(launched):
         assert found["is_batch_invariant"] == (name == "ordered")
         assert found["added"] == [], name
         # The first norm of a step has no residual to add.
-        assert found["warm_up"] == dict.fromkeys(kernels, 1) | {"_add_rms_norm_kernel": 2}, name
+        assert found["warm_up"] == dict.fromkeys(kernels, 1) | {
+            "_add_rms_norm_kernel": 2
+        }, name
     latent = launched["latent"]
     assert latent["added"] == []
     assert set(latent["warm_up"]) == STEP_KERNELS - DENSE_KERNELS | LATENT_KERNELS
@@ -110,7 +122,9 @@ def test_no_launch_reads_the_host_and_a_replayed_one_only_sends_its_inputs(launc
     """On `meta` nothing can be read; an operation that waits or mixes devices fails at once."""
     assert [found["copies"] for found in launched.values()] == [[1]] * len(launched)
     # An index weighs its heads in fp32.
-    converted = [found["converted"] for name, found in launched.items() if "sparse" not in name]
+    converted = [
+        found["converted"] for name, found in launched.items() if "sparse" not in name
+    ]
     assert not any(converted), "logits are widened"
     # Into block tables, and into the counts of sequences that have just begun.
     written = {"index_copy_", "index_fill_"}

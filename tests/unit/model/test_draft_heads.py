@@ -69,13 +69,17 @@ class Served:
 
     def add(self, name: str, text: list[int], sampling: Sampling) -> None:
         self.texts[name] = list(text)
-        self.scheduler.add(0.0, 0, Decode(key(name), list(text), len(text), sampling, 1))
+        self.scheduler.add(
+            0.0, 0, Decode(key(name), list(text), len(text), sampling, 1)
+        )
 
     def run(self, depth: int = 1) -> None:
         """Until all texts have ended."""
         launched: list[StepPlan] = []
         while True:
-            while len(launched) < depth and (plan := self.scheduler.plan(0.0)) is not None:
+            while (
+                len(launched) < depth and (plan := self.scheduler.plan(0.0)) is not None
+            ):
                 launched.append(plan)
                 self.runner.launch(plan)
             if not launched:
@@ -99,7 +103,9 @@ class Served:
 
 
 def sampling(max_tokens: int, temperature: float = 0.0) -> Sampling:
-    return Sampling(seed=5, max_tokens=max_tokens, temperature=temperature, ignore_eos=True)
+    return Sampling(
+        seed=5, max_tokens=max_tokens, temperature=temperature, ignore_eos=True
+    )
 
 
 def without_head(folder: Path, text: list[int], how: Sampling) -> list[int]:
@@ -147,7 +153,9 @@ def test_tokens_do_not_depend_on_drafts(kind, temperature, depth):
     how = sampling(40, temperature)
     text = prompt(37)
     folder = eagle_model() if kind == "eagle3" else nextn_folder(kind)
-    with loaded(drafting(folder, eagle_folder() if kind == "eagle3" else None)) as runner:
+    with loaded(
+        drafting(folder, eagle_folder() if kind == "eagle3" else None)
+    ) as runner:
         served = Served(runner)
         served.add("r", text, how)
         served.add("other", prompt(21, salt=1), how)
@@ -193,23 +201,34 @@ def test_a_draft_that_does_not_fit_is_refused(tmp_path):
     fewer_tokens = model_folder("qwen3", vocab_size=900)
     cases = (
         (eagle_model(), tmp_path / "none", "is not a folder"),
-        (model_folder("qwen3", num_layers=3), eagle_folder(), "the model has no layers"),
+        (
+            model_folder("qwen3", num_layers=3),
+            eagle_folder(),
+            "the model has no layers",
+        ),
         (several_heads, eagle_folder(), "num_kv_heads must be those of the model"),
         (fewer_tokens, eagle_folder(), "the model has 900 tokens"),
         (nextn_folder("deepseek_v3"), eagle_folder(), "no draft can share the blocks"),
         (eagle_model(), model_folder("llama", num_layers=1), "has no tensor fc.weight"),
     )
     for folder, draft, reason in cases:
-        with pytest.raises(ConfigError, match=rf"engine\.speculative_model: .*{reason}"):
+        with pytest.raises(
+            ConfigError, match=rf"engine\.speculative_model: .*{reason}"
+        ):
             plan_rank(drafting(folder, draft), 1)
 
 
 def test_a_head_is_asked_for_where_there_is_none():
     cases = {
-        "qwen3": (model_folder("qwen3"), r"Qwen3 \(dense\) has no layer that baton can draft with"),
+        "qwen3": (
+            model_folder("qwen3"),
+            r"Qwen3 \(dense\) has no layer that baton can draft with",
+        ),
         "deepseek": (foreign_folder("deepseek_v3"), "has no tensors model.layers.3."),
         "index": (foreign_folder("deepseek_v32"), "no layer that baton can draft with"),
     }
     for folder, reason in cases.values():
-        with pytest.raises(ConfigError, match=rf"engine\.speculative_method: .*{reason}"):
+        with pytest.raises(
+            ConfigError, match=rf"engine\.speculative_method: .*{reason}"
+        ):
             plan_rank(drafting(folder), 1)

@@ -70,7 +70,12 @@ STATES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron-h": ("nemotron_h", {}),
     "nemotron-h with latent experts": (
         "nemotron_h",
-        {"moe_latent_size": 32, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5},
+        {
+            "moe_latent_size": 32,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 2.5,
+        },
     ),
     "nemotron-h without experts or biases of taps": (
         "nemotron_h",
@@ -144,15 +149,25 @@ FIRST_1024 = {"original_max_position_embeddings": 1024}
 LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 64, **FACTORS}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in FAMILIES},
-    **{row.model_type: (row.model_type, {}) for row in ROWS if row.model_type in FOREIGN},
+    **{
+        row.model_type: (row.model_type, {})
+        for row in ROWS
+        if row.model_type in FOREIGN
+    },
     **STATES,
-    "llama with all biases": ("llama", {"attention_bias": True, "mlp_bias": True, "tie": True}),
+    "llama with all biases": (
+        "llama",
+        {"attention_bias": True, "mlp_bias": True, "tie": True},
+    ),
     "a vocabulary that ranks cannot share": ("qwen2", {"vocab_size": 1023}),
     "llama3 rope": ("llama", {"extra": json.dumps({"rope_parameters": LLAMA3})}),
     "dynamic rope": ("llama", {"extra": json.dumps({"rope_parameters": DYNAMIC})}),
     "linear rope": ("llama", {"extra": json.dumps({"rope_scaling": LINEAR_4})}),
     "yarn": ("qwen3", {"extra": json.dumps({"rope_scaling": YARN})}),
-    "yarn with all fields": ("qwen3", {"extra": json.dumps({"rope_scaling": WHOLE_YARN})}),
+    "yarn with all fields": (
+        "qwen3",
+        {"extra": json.dumps({"rope_scaling": WHOLE_YARN})},
+    ),
     "yarn with a factor": (
         "llama",
         {"extra": json.dumps({"rope_parameters": YARN | {"attention_factor": 0.9}})},
@@ -164,7 +179,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2",
         {"sliding_window": 50, "extra": json.dumps({"max_window_layers": 1})},
     ),
-    "a window in one layer": ("qwen3", {"sliding_window": 50, "extra": json.dumps(TURNS)}),
+    "a window in one layer": (
+        "qwen3",
+        {"sliding_window": 50, "extra": json.dumps(TURNS)},
+    ),
     "mistral with kinds of layers": (
         "mistral",
         {"sliding_window": 50, "extra": json.dumps(TURNS)},
@@ -184,10 +202,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "a head size of its own": ("qwen3", {"head_dim": 64}),
     "no grouped queries": ("llama", {"num_kv_heads": 4}),
     "one KV head": ("llama", {"num_kv_heads": 1}),
-    "a shared expert without biases": ("qwen2_moe", {"qkv_bias": False, "mlp_only_layers": (0,)}),
+    "a shared expert without biases": (
+        "qwen2_moe",
+        {"qkv_bias": False, "mlp_only_layers": (0,)},
+    ),
     "weights that sum to one": ("qwen3_moe", {"norm_topk_prob": True}),
     "a dense layer": ("qwen3_moe", {"mlp_only_layers": (1,)}),
-    "every second layer": ("qwen3_moe", {"decoder_sparse_step": 2, "tie_word_embeddings": True}),
+    "every second layer": (
+        "qwen3_moe",
+        {"decoder_sparse_step": 2, "tie_word_embeddings": True},
+    ),
     "more experts": ("qwen3_moe", {"num_experts": 40, "num_experts_per_tok": 7}),
     "all experts": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 3}),
     "biases and a window": (
@@ -208,7 +232,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "v3 in one group": ("deepseek_v3", {"n_group": 1, "num_experts_per_tok": 5}),
     "v3 in many groups": (
         "deepseek_v3",
-        {"n_routed_experts": 32, "n_group": 8, "topk_group": 3, "num_experts_per_tok": 6},
+        {
+            "n_routed_experts": 32,
+            "n_group": 8,
+            "topk_group": 3,
+            "num_experts_per_tok": 6,
+        },
     ),
     "v3 of weights as they are": ("deepseek_v3", {"norm_topk_prob": False}),
     "v3 of two shared experts": ("deepseek_v3", {"n_shared_experts": 2}),
@@ -225,7 +254,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "glm_moe_dsa",
         {"num_hidden_layers": 4, "indexer_types": None, "index_topk_pattern": "FSFS"},
     ),
-    "glm-5 with a period": ("glm_moe_dsa", {"indexer_types": None, "index_topk_freq": 2}),
+    "glm-5 with a period": (
+        "glm_moe_dsa",
+        {"indexer_types": None, "index_topk_freq": 2},
+    ),
     "v2": ("deepseek_v2", {"routed_scaling_factor": 3.0}),
     "v2 lite": (
         "deepseek_v2",
@@ -258,7 +290,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "longrope up to its first length": (
         "phi3",
         {
-            "rope_parameters": LONGROPE | {"rope_type": "su", "attention_factor": 1.3} | FIRST_1024,
+            "rope_parameters": LONGROPE
+            | {"rope_type": "su", "attention_factor": 1.3}
+            | FIRST_1024,
             **FIRST_1024,
         },
     ),
@@ -368,7 +402,9 @@ def folder_of(variant: str, tmp_path: Path) -> Path:
     if kind in FAMILIES:
         return model_folder(kind, num_layers=2, **fields)
     rope = {name: of for name, of in fields.items() if name == "rope_parameters"}
-    folder = foreign_folder(kind, **{k: of for k, of in fields.items() if k not in rope})
+    folder = foreign_folder(
+        kind, **{k: of for k, of in fields.items() if k not in rope}
+    )
     return changed(tmp_path, folder, **rope) if rope else folder
 
 
@@ -379,7 +415,8 @@ def test_every_family_has_a_checkpoint_that_is_compared_with_transformers():
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_fp32_logits_equal_those_of_transformers(variant, tmp_path):
     folder = folder_of(variant, tmp_path)
-    most = 2e-4 if variant in STATES else 2e-5  # transformers' own error is about as large
+    # Transformers' own error is about as large.
+    most = 2e-4 if variant in STATES else 2e-5
     assert_close(whole(folder), reference(folder), most)
 
 
@@ -388,7 +425,9 @@ def test_longrope_has_the_angles_of_the_longest_sequence_that_a_node_takes(tmp_p
     folder = folder_of("longrope of three quarters", tmp_path)
     tokens = prompt(60)
     for max_model_len, is_equal in ((64, True), (65, False)):
-        config = with_values(compute_config(folder), {"model.max_model_len": max_model_len})
+        config = with_values(
+            compute_config(folder), {"model.max_model_len": max_model_len}
+        )
         with loaded(config) as runner:
             ours = logits(runner, Text("a", tokens, range(4)).chunk(0, 60))[0]
         theirs = reference(folder, tokens)
@@ -398,15 +437,23 @@ def test_longrope_has_the_angles_of_the_longest_sequence_that_a_node_takes(tmp_p
 def test_a_node_says_that_it_takes_the_long_table_of_longrope(tmp_path, caplog):
     folder = folder_of("longrope of three quarters", tmp_path)
     for max_model_len, wanted in ((64, []), (65, [64])):
-        config = with_values(compute_config(folder), {"model.max_model_len": max_model_len})
+        config = with_values(
+            compute_config(folder), {"model.max_model_len": max_model_len}
+        )
         load_rank(config, Epoch("ab"), SingleRank(), no_progress).close()
-        said = [one for one in caplog.records if one.getMessage().startswith("longrope: ")]
-        assert [one.fields["original_max_position_embeddings"] for one in said] == wanted
+        said = [
+            one for one in caplog.records if one.getMessage().startswith("longrope: ")
+        ]
+        assert [
+            one.fields["original_max_position_embeddings"] for one in said
+        ] == wanted
 
 
 @pytest.mark.parametrize("kind", LATENT + LAYERS)
 def test_plain_torch_computes_the_same(kind):
-    config = with_values(compute_config(foreign_folder(kind)), {"engine.kernels": "torch"})
+    config = with_values(
+        compute_config(foreign_folder(kind)), {"engine.kernels": "torch"}
+    )
     with loaded(config) as runner:
         assert runner.backend.name == "torch"
         found = chunked_logits(runner, Text("a", prompt(LENGTH), range(3, 20)), [64])
@@ -417,7 +464,9 @@ def test_plain_torch_computes_the_same(kind):
 def test_bf16_logits_are_as_near_to_fp32_as_those_of_transformers(kind, tmp_path):
     """Without a router's groups, because their near ties differ in bf16."""
     folder = (
-        foreign_folder(kind, **WITHOUT_EXPERTS) if kind in LATENT else folder_of(kind, tmp_path)
+        foreign_folder(kind, **WITHOUT_EXPERTS)
+        if kind in LATENT
+        else folder_of(kind, tmp_path)
     )
     exact = reference(folder)
     allowed = 1.5 * (reference(folder, dtype=torch.bfloat16) - exact).abs().mean()
@@ -426,7 +475,9 @@ def test_bf16_logits_are_as_near_to_fp32_as_those_of_transformers(kind, tmp_path
 
 @pytest.mark.parametrize("variant", [*LATENT, *LAYERS, "longrope of three quarters"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_row_has_the_same_bits_whole_in_chunks_and_in_a_crowd(variant, dtype, tmp_path):
+def test_a_row_has_the_same_bits_whole_in_chunks_and_in_a_crowd(
+    variant, dtype, tmp_path
+):
     with loaded(compute_config(folder_of(variant, tmp_path), dtype)) as runner:
         needs_rules(runner)
         assert is_batch_invariant(runner)
@@ -434,24 +485,34 @@ def test_a_row_has_the_same_bits_whole_in_chunks_and_in_a_crowd(variant, dtype, 
             if part is not None:
                 part.fill_(float("nan"))
         text = Text("a", prompt(90), range(10))
-        crowd = [Text(f"b{n}", prompt(30, n), range(20 + 2 * n, 22 + 2 * n)) for n in range(9)]
+        crowd = [
+            Text(f"b{n}", prompt(30, n), range(20 + 2 * n, 22 + 2 * n))
+            for n in range(9)
+        ]
         (expected,) = logits(runner, text.chunk(0, 90))
         beside = [one.chunk(0, 29) for one in crowd]
         parts = [
             logits(runner, text.chunk(0, 33))[0],
             logits(runner, *beside, text.chunk(33, 89))[-1],
-            logits(runner, text.chunk(89, 90), *(one.chunk(29, 30) for one in crowd))[0],
+            logits(runner, text.chunk(89, 90), *(one.chunk(29, 30) for one in crowd))[
+                0
+            ],
         ]
         assert torch.equal(torch.cat(parts), expected)
         for start in (1, 88):
-            assert torch.equal(logits(runner, text.chunk(start, 90))[0], expected[start:])
+            assert torch.equal(
+                logits(runner, text.chunk(start, 90))[0], expected[start:]
+            )
 
 
 @pytest.mark.parametrize("kind", EXPERTS + LATENT)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_of_any_number_have_the_bits_of_a_row_alone(kind, dtype):
     """Vector code treats the last rows of many numbers in its own way."""
-    with loaded(compute_config(foreign_folder(kind), dtype)) as runner, torch.inference_mode():
+    with (
+        loaded(compute_config(foreign_folder(kind), dtype)) as runner,
+        torch.inference_mode(),
+    ):
         needs_rules(runner)
         assert isinstance(runner.decoder, Decoder)
         mlp = runner.decoder.layers[1].mlp
@@ -509,7 +570,8 @@ def test_the_number_of_threads_leaves_no_trace(kind, fields, dtype):
 def test_ranks_together_compute_what_one_computes(variant, size, tmp_path):
     kind, _ = VARIANTS[variant]
     config = compute_config(folder_of(variant, tmp_path))
-    tokens = random_tokens(100, vocab=1023 if kind in FAMILIES else 512)  # of each rank's share
+    # Of each rank's share.
+    tokens = random_tokens(100, vocab=1023 if kind in FAMILIES else 512)
 
     def compute(rank: SharedMemoryRanks | None) -> Tensor:
         """The logits, and what a block holds after it where each rank holds every row."""
@@ -538,4 +600,6 @@ def test_prompts_beyond_the_window_of_qwen_equal_transformers_too(family):
     folder = model_folder(family, num_layers=2, sliding_window=4096, extra=extra)
     text = Text("r", prompt(4_100), range(260))
     with loaded(compute_config(folder, num_blocks=260)) as runner:
-        assert_close(chunked_logits(runner, text, [512]), reference(folder, text.tokens))
+        assert_close(
+            chunked_logits(runner, text, [512]), reference(folder, text.tokens)
+        )

@@ -46,7 +46,9 @@ def needed_by(family: Family) -> dict[str, object]:
     if family.experts is not None and family.experts.routing.startswith("grouped"):
         fields |= GROUPED
     if family.has_lone_blocks:
-        fields |= {"layer_types": [*["linear_attention", "moe"] * 5, "full_attention", "mlp"]}
+        fields |= {
+            "layer_types": [*["linear_attention", "moe"] * 5, "full_attention", "mlp"]
+        }
         del fields["first_k_dense_replace"]
         return fields
     if family.experts is not None and family.experts.switch:
@@ -71,7 +73,9 @@ def test_absent_fields_take_what_transformers_takes(family, tmp_path):
     if family.latent is None:
         assert config.num_kv_heads == theirs.num_key_value_heads
         head_dim = getattr(theirs, "head_dim", None)
-        assert config.head_dim == (head_dim or theirs.hidden_size // theirs.num_attention_heads)
+        assert config.head_dim == (
+            head_dim or theirs.hidden_size // theirs.num_attention_heads
+        )
     assert config.rms_norm_eps == getattr(theirs, family.norm_eps)
     assert config.tie_word_embeddings == getattr(theirs, "tie_word_embeddings", False)
     for field, has_bias in (
@@ -79,7 +83,9 @@ def test_absent_fields_take_what_transformers_takes(family, tmp_path):
         (family.output_bias, config.output_bias),
         (family.mlp_bias, config.mlp_bias),
     ):
-        assert has_bias == (getattr(theirs, field) if field not in ("", ALWAYS) else bool(field))
+        assert has_bias == (
+            getattr(theirs, field) if field not in ("", ALWAYS) else bool(field)
+        )
     if family.rotates == NEVER:
         assert not config.rope.turns
         return
@@ -103,7 +109,10 @@ def test_absent_sizes_of_experts_are_those_of_transformers(family, tmp_path):
     theirs = AutoConfig.for_model(family.model_type, **needed_by(family))
     experts = config.experts
     assert experts is not None
-    assert experts.num_experts == getattr(theirs, "num_local_experts", None) or theirs.num_experts
+    assert (
+        experts.num_experts == getattr(theirs, "num_local_experts", None)
+        or theirs.num_experts
+    )
     assert experts.num_experts_per_tok == theirs.num_experts_per_tok
     width = getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
     assert experts.moe_intermediate_size == width
@@ -115,7 +124,11 @@ def test_absent_sizes_of_experts_are_those_of_transformers(family, tmp_path):
 def test_rows_have_names_of_their_own():
     for names in (
         [family.architecture for family in FAMILIES],
-        [name for family in FAMILIES for name in (family.model_type, *family.other_model_types)],
+        [
+            name
+            for family in FAMILIES
+            for name in (family.model_type, *family.other_model_types)
+        ],
         [family.title for family in FAMILIES],
     ):
         assert len(names) == len(set(names))
@@ -130,5 +143,8 @@ def windows_of_theirs(theirs) -> list[int | None]:
     window = getattr(theirs, "sliding_window", None)
     if window is None or not getattr(theirs, "use_sliding_window", True):
         return [None] * theirs.num_hidden_layers
-    kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * theirs.num_hidden_layers
+    kinds = (
+        getattr(theirs, "layer_types", None)
+        or ["sliding_attention"] * theirs.num_hidden_layers
+    )
     return [window if kind == "sliding_attention" else None for kind in kinds]

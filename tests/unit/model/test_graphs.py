@@ -38,19 +38,37 @@ LIMITS = NodeLimits(16, 6, 40, EOS, SHAPE.vocab_size)
 GUESSING = msgspec.structs.replace(
     LIMITS, engine=EngineConfig(num_speculative_tokens=3, prompt_lookup_min=1)
 )
-PROMPTS = [[3 + (7 * salt + 5 * i) % 90 for i in range(1 + 3 * salt)] for salt in range(6)]
+PROMPTS = [
+    [3 + (7 * salt + 5 * i) % 90 for i in range(1 + 3 * salt)] for salt in range(6)
+]
 SAMPLINGS = [
     Sampling(seed=5, max_tokens=9, temperature=0.0),
     Sampling(seed=6, max_tokens=12, temperature=0.5),
-    Sampling(seed=7, max_tokens=7, min_tokens=4, temperature=0.9, stop_token_ids=(11, 40)),
-    # More ids are held back than a captured step can, so the first steps are eager.
-    Sampling(seed=8, max_tokens=7, min_tokens=2, temperature=0.9, stop_token_ids=(11, 40, 50)),
     Sampling(
-        seed=9, max_tokens=12, bad_words=((20,), *((a, b) for a in range(96) for b in (5, 7)))
+        seed=7, max_tokens=7, min_tokens=4, temperature=0.9, stop_token_ids=(11, 40)
     ),
-    Sampling(seed=11, max_tokens=15, penalties=Penalties(0.5, 0.7, 1.4, ((3, 2.0), (9, -4.0)))),
-    Sampling(seed=12, max_tokens=15, penalties=Penalties(2.0, -1.0, 1.0), bad_words=((7,),)),
-    Sampling(seed=10, max_tokens=14, grammar=LLMatcher.grammar_from_regex("[a-o]{2,9}-[1-9]+")),
+    # More ids are held back than a captured step can, so the first steps are eager.
+    Sampling(
+        seed=8, max_tokens=7, min_tokens=2, temperature=0.9, stop_token_ids=(11, 40, 50)
+    ),
+    Sampling(
+        seed=9,
+        max_tokens=12,
+        bad_words=((20,), *((a, b) for a in range(96) for b in (5, 7))),
+    ),
+    Sampling(
+        seed=11,
+        max_tokens=15,
+        penalties=Penalties(0.5, 0.7, 1.4, ((3, 2.0), (9, -4.0))),
+    ),
+    Sampling(
+        seed=12, max_tokens=15, penalties=Penalties(2.0, -1.0, 1.0), bad_words=((7,),)
+    ),
+    Sampling(
+        seed=10,
+        max_tokens=14,
+        grammar=LLMatcher.grammar_from_regex("[a-o]{2,9}-[1-9]+"),
+    ),
 ]
 
 
@@ -71,7 +89,9 @@ def masks(folder: Path) -> TokenMasks:
 
 
 def captured(
-    queue: RecordingQueue, masks: TokenMasks | None = None, num_decoding: int = LIMITS.max_num_seqs
+    queue: RecordingQueue,
+    masks: TokenMasks | None = None,
+    num_decoding: int = LIMITS.max_num_seqs,
 ) -> Runner:
     runner = stand_in(NUM_BLOCKS, queue, EOS, masks=masks)
     runner.capture(buckets_up_to(num_decoding, 64), no_progress)
@@ -91,7 +111,11 @@ class World:
     """A decode scheduler and a runner, with up to `depth` steps launched."""
 
     def __init__(
-        self, runner: Runner, luck: random.Random, depth: int, limits: NodeLimits = LIMITS
+        self,
+        runner: Runner,
+        luck: random.Random,
+        depth: int,
+        limits: NodeLimits = LIMITS,
     ) -> None:
         self.runner = runner
         self.luck = luck
@@ -102,7 +126,8 @@ class World:
         self.asked: dict[Key, tuple[list[int], Sampling]] = {}
         self.said: dict[Key, list[int]] = {}
         self.ended: set[Key] = set()
-        self.cut: set[Key] = set()  # cancelled or preempted: what they said is a beginning
+        # Cancelled or preempted: what they said is a beginning.
+        self.cut: set[Key] = set()
 
     def ask(self, prompt: list[int], sampling: Sampling) -> None:
         of = key(f"r{len(self.asked)}")
@@ -149,13 +174,17 @@ def test_random_schedules_say_what_one_eager_step_after_the_other_says(folder):
 
     Every other node guesses tokens.
     """
-    eager = stand_in(NUM_BLOCKS, RecordingQueue(), EOS, masks=masks(folder), has_counts=False)
+    eager = stand_in(
+        NUM_BLOCKS, RecordingQueue(), EOS, masks=masks(folder), has_counts=False
+    )
     expected = {
         (tuple(prompt), sampling): alone(eager, prompt, sampling)
         for prompt in PROMPTS
         for sampling in SAMPLINGS
     }
-    assert len({tuple(tokens) for tokens in expected.values()}) > 12, "the model says too little"
+    assert len({tuple(tokens) for tokens in expected.values()}) > 12, (
+        "the model says too little"
+    )
     assert any(len(tokens) < 6 for tokens in expected.values()), "nothing ends early"
     queue = RecordingQueue()
     runner = captured(queue, masks(folder))
@@ -167,7 +196,10 @@ def test_random_schedules_say_what_one_eager_step_after_the_other_says(folder):
         for of, (prompt, sampling) in world.asked.items():
             whole = expected[tuple(prompt), sampling]
             said = world.said[of]
-            assert said == (whole[: len(said)] if of in world.cut else whole), (seed, of)
+            assert said == (whole[: len(said)] if of in world.cut else whole), (
+                seed,
+                of,
+            )
         assert world.pool.num_owned == 0
         num_cut += len(world.cut)
         num_right += world.pool.counts.spec_decode_accepted_tokens
@@ -178,7 +210,9 @@ def test_random_schedules_say_what_one_eager_step_after_the_other_says(folder):
 
 def test_prompts_are_replayed_with_their_tokens_and_those_that_follow():
     """Two at once, one behind a part of it that is computed already, and more than fit."""
-    begun = msgspec.structs.replace(prompt_of(3), length=4, token_ids=prompt_of(3).token_ids[:4])
+    begun = msgspec.structs.replace(
+        prompt_of(3), length=4, token_ids=prompt_of(3).token_ids[:4]
+    )
     begun = msgspec.structs.replace(begun, samples=(), sampling=None)
     rest = msgspec.structs.replace(
         prompt_of(3), start=4, length=9, token_ids=prompt_of(3).token_ids[4:]
@@ -192,11 +226,15 @@ def test_prompts_are_replayed_with_their_tokens_and_those_that_follow():
     queue = RecordingQueue()
     found = []
     for runner in (captured(queue), stand_in(NUM_BLOCKS, RecordingQueue(), EOS)):
-        found.append([runner.execute(StepPlan(i, step)).tokens for i, step in enumerate(steps)])
+        found.append(
+            [runner.execute(StepPlan(i, step)).tokens for i, step in enumerate(steps)]
+        )
     assert found[0] == found[1]
     assert queue.num_replays == len(steps)
     many = tuple(
-        msgspec.structs.replace(prompt_of(0), key=key(f"m{number}"), block_table=(number,))
+        msgspec.structs.replace(
+            prompt_of(0), key=key(f"m{number}"), block_table=(number,)
+        )
         for number in range(9)
     )
     assert len(set(captured(queue).execute(StepPlan(9, many)).tokens)) == 1
@@ -219,7 +257,9 @@ def test_steps_with_penalties_are_replayed_and_wait_for_no_token():
         world.ask(prompt, Sampling(seed=1, max_tokens=12, penalties=Penalties(99.0)))
     while world.turn():
         pass
-    assert [len(set(said)) for said in world.said.values()] == [12] * 4, "no token comes twice"
+    assert [len(set(said)) for said in world.said.values()] == [12] * 4, (
+        "no token comes twice"
+    )
     assert queue.num_replays >= 10
 
 
@@ -280,12 +320,16 @@ def test_a_table_is_extended_and_sent_whole_only_when_it_is_another():
     def changed(name: str, *blocks: int) -> list[tuple[int, int]]:
         changes: tuple[list[int], list[int]] = ([], [])
         row = tables.follow(key(name), blocks, changes)
-        return [(place - row * width, block) for place, block in zip(*changes, strict=True)]
+        return [
+            (place - row * width, block) for place, block in zip(*changes, strict=True)
+        ]
 
     assert changed("one", 5, 6) == [(0, 5), (1, 6)]
     assert changed("one", 5, 6) == []
     assert changed("one", 5, 6, 9) == [(2, 9)]
-    assert changed("one", 5, 7, 9) == [(0, 5), (1, 7), (2, 9)], "a key that was used again"
+    assert changed("one", 5, 7, 9) == [(0, 5), (1, 7), (2, 9)], (
+        "a key that was used again"
+    )
     assert changed("two", 1) == [(0, 1)]
     assert changed("one", 5, 7, 9, 2) == [(3, 2)]
     assert changed("three", 4) == [(0, 4)], "in the row that was named least recently"
@@ -328,4 +372,10 @@ def test_a_capture_waits_for_what_other_streams_have_written(monkeypatch):
     assert not isinstance(HostQueue(), GraphQueue)
     assert done == [], "tables and rings are made after the queue"
     queue.capture(work)
-    assert done == ["wait for default", "wait for current", "work", "synchronize", "work"]
+    assert done == [
+        "wait for default",
+        "wait for current",
+        "work",
+        "synchronize",
+        "work",
+    ]

@@ -32,12 +32,16 @@ IN_BF16 = "bfloat16 and not block_size and not test_linear_bits"
 def flags() -> set[str]:
     """Of the first CPU; empty where the system does not list them."""
     lines = CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else []
-    return next((set(line.split()) for line in lines if line.startswith("flags")), set())
+    return next(
+        (set(line.split()) for line in lines if line.startswith("flags")), set()
+    )
 
 
 @pytest.mark.release
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", [name for name, (needed, _) in SETS.items() if needed <= flags()])
+@pytest.mark.parametrize(
+    "name", [name for name, (needed, _) in SETS.items() if needed <= flags()]
+)
 def test_bits_are_equal_on_other_cpus(name):
     libraries = SETS[name][1]
     said_by(

@@ -35,8 +35,12 @@ def test_gpus_refuse_what_their_kernels_lack(kind):
 
 
 def test_chunks_must_begin_with_a_block():
-    config = with_values(compute_config(foreign_folder("llama4_text")), {"cache.block_size": 64})
-    with pytest.raises(ConfigError, match="64 must divide attention_chunk_size, which is 32"):
+    config = with_values(
+        compute_config(foreign_folder("llama4_text")), {"cache.block_size": 64}
+    )
+    with pytest.raises(
+        ConfigError, match="64 must divide attention_chunk_size, which is 32"
+    ):
         plan_rank(config, 1)
 
 
@@ -45,7 +49,10 @@ def test_chunks_must_begin_with_a_block():
     [
         ({"cache.block_size": 3}, "3 must be a multiple of 2, because 2 KV heads"),
         ({"engine.kv_cache_dtype": "fp8"}, "layers store heads of several sizes"),
-        ({"engine.tensor_parallel_size": 4}, "4 does not divide the KV heads of layers that see"),
+        (
+            {"engine.tensor_parallel_size": 4},
+            "4 does not divide the KV heads of layers that see",
+        ),
     ],
 )
 def test_what_heads_of_two_sizes_do_not_allow_is_refused_at_start(settings, text):
@@ -72,7 +79,9 @@ def test_the_heads_of_layers_are_read_from_both_kinds_of_fields(tmp_path):
         global_head_dim=32,
         num_global_key_value_heads=2,
     )
-    assert read_decoder_config(folder) == read_decoder_config(foreign_folder("gemma4_text"))
+    assert read_decoder_config(folder) == read_decoder_config(
+        foreign_folder("gemma4_text")
+    )
 
 
 def test_keys_that_shared_layers_have_in_files_are_not_read(tmp_path):
@@ -86,8 +95,14 @@ def test_keys_that_shared_layers_have_in_files_are_not_read(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"per_layer_config": {"1": {"head_dim": 32}}}, "must name the layers that see everything"),
-        ({"per_layer_config": {"2": {"head_dim": 8}, "5": {}, "6": {}}}, "must give one head_dim"),
+        (
+            {"per_layer_config": {"1": {"head_dim": 32}}},
+            "must name the layers that see everything",
+        ),
+        (
+            {"per_layer_config": {"2": {"head_dim": 8}, "5": {}, "6": {}}},
+            "must give one head_dim",
+        ),
         ({"num_kv_shared_layers": 5}, "without one that stores keys"),
         ({"vocab_size_per_layer_input": 100}, "less than vocab_size"),
         ({"enable_moe_block": True}, "num_experts, moe_intermediate_size"),
@@ -116,9 +131,13 @@ def test_experts_that_a_tool_has_written_apart_compute_the_same(tmp_path):
         for number, expert in enumerate(tensor):
             parts = {"down_proj": expert}
             if role == "gate_up_proj":
-                parts = dict(zip(("gate_proj", "up_proj"), expert.chunk(2, dim=1), strict=True))
+                parts = dict(
+                    zip(("gate_proj", "up_proj"), expert.chunk(2, dim=1), strict=True)
+                )
             for part, weight in parts.items():
-                tensors[f"{block}experts.{number}.{part}.weight"] = weight.T.contiguous()
+                tensors[f"{block}experts.{number}.{part}.weight"] = (
+                    weight.T.contiguous()
+                )
     save_file(tensors, file)
     assert torch.equal(whole(folder), whole(foreign_folder("llama4_text")))
 
@@ -126,14 +145,18 @@ def test_experts_that_a_tool_has_written_apart_compute_the_same(tmp_path):
 def test_the_first_folders_have_a_number_instead_of_a_switch(tmp_path):
     expected = read_decoder_config(foreign_folder("llama4_text"))
     assert (
-        read_decoder_config(changed(tmp_path, "llama4_text", attn_temperature_tuning=4)) == expected
+        read_decoder_config(changed(tmp_path, "llama4_text", attn_temperature_tuning=4))
+        == expected
     )
 
 
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"layer_types": ["sliding_attention"] * 5}, "must name one of chunked_attention"),
+        (
+            {"layer_types": ["sliding_attention"] * 5},
+            "must name one of chunked_attention",
+        ),
         ({"layer_types": ["full_attention"]}, "for each of 5 layers"),
         ({"no_rope_layers": [1, 0]}, "an entry for each of 5"),
         ({"attention_chunk_size": None}, "needs an attention_chunk_size"),

@@ -33,7 +33,30 @@ SHAPES = [
     (343, 171),
     *(pytest.param((size, 512), marks=pytest.mark.release) for size in (3072, 8192)),
 ]
-COUNTS = [1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 20, 31, 33, 36, 64, 65, 100, 129, 300, 512, 513, 600]
+COUNTS = [
+    1,
+    2,
+    3,
+    5,
+    7,
+    8,
+    9,
+    15,
+    16,
+    17,
+    20,
+    31,
+    33,
+    36,
+    64,
+    65,
+    100,
+    129,
+    300,
+    512,
+    513,
+    600,
+]
 DTYPES = [torch.float32, torch.bfloat16]
 # The dtype of a layer, and whether the compiled kernels compute it.
 FORMS = [(torch.float32, False), (torch.bfloat16, False)]
@@ -110,7 +133,8 @@ def test_a_layer_of_bytes_computes_the_integers_it_says(shape, threads):
         return
     for count in COUNTS:
         x = torch.randn(count, shape[1], generator=generator).bfloat16()
-        x[0, 3] = float("nan") if count == 5 else 1e4  # far from the others, which become 0
+        # Far from the others, which become 0.
+        x[0, 3] = float("nan") if count == 5 else 1e4
         steps = x.float().abs().amax(1, keepdim=True) / 127
         rounded = (x.float() / steps).round()
         sums = (rounded.double() @ weight.double().T).float()
@@ -125,7 +149,9 @@ def test_a_layer_of_bytes_computes_the_integers_it_says(shape, threads):
 
 @pytest.mark.skipif(not FORMS[-1][1], reason="the CPU does not multiply bf16")
 @pytest.mark.parametrize(
-    ("outputs", "inputs", "group"), [(343, 640, 128), (64, 1000, 8), (100, 520, 520)], ids=str
+    ("outputs", "inputs", "group"),
+    [(343, 640, 128), (64, 1000, 8), (100, 520, 520)],
+    ids=str,
 )
 def test_a_layer_of_four_bits_computes_its_numbers(outputs, inputs, group):
     """More exactly than a weight in bf16, and with the same bits in any batch."""
@@ -143,7 +169,9 @@ def test_a_layer_of_four_bits_computes_its_numbers(outputs, inputs, group):
     expected = x.double() @ weight.double().T + bias
     whole = narrow(x)
     wide = makers.make(weight.bfloat16(), bias)(x)
-    assert (whole - expected).norm() < min(0.002 * expected.norm(), (wide - expected).norm())
+    assert (whole - expected).norm() < min(
+        0.002 * expected.norm(), (wide - expected).norm()
+    )
     for threads, count in itertools.product((1, 2), COUNTS):
         with num_threads(threads):
             assert torch.equal(narrow(x[:count]), whole[:count])
@@ -165,7 +193,9 @@ def split_for(rows: Tensor, weight: Tensor, count: int) -> Tensor:
     if len(rows) != count:
         return in_order(rows, weight)
     half = weight.shape[1] // 2
-    return in_order(rows[:, :half], weight[:, :half]) + in_order(rows[:, half:], weight[:, half:])
+    return in_order(rows[:, :half], weight[:, :half]) + in_order(
+        rows[:, half:], weight[:, half:]
+    )
 
 
 def test_a_product_with_one_order_keeps_its_bits():
@@ -174,7 +204,9 @@ def test_a_product_with_one_order_keeps_its_bits():
 
 def test_a_product_that_is_split_for_one_count_of_rows_is_found():
     for count in (1, 2, 128, 1024, 2048):
-        assert not keeps_bits(lambda rows, weight, n=count: split_for(rows, weight, n), WEIGHT)
+        assert not keeps_bits(
+            lambda rows, weight, n=count: split_for(rows, weight, n), WEIGHT
+        )
 
 
 def test_a_layer_takes_the_library_only_where_it_keeps_bits():
@@ -193,7 +225,9 @@ def test_a_layer_takes_the_library_only_where_it_keeps_bits():
     rows = torch.randn(40, 96, generator=torch.Generator().manual_seed(2))
     whole = differs(rows)
     assert torch.equal(whole, in_order(rows, WEIGHT) + bias)
-    assert all(torch.equal(differs(rows[:count]), whole[:count]) for count in (1, 8, 39))
+    assert all(
+        torch.equal(differs(rows[:count]), whole[:count]) for count in (1, 8, 39)
+    )
     asked.clear()
     assert linears.make(2 * WEIGHT).ordered is in_order
     assert not asked  # one weight of a shape speaks for all

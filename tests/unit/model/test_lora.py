@@ -63,7 +63,11 @@ def expected(folder: Path) -> torch.Tensor:
 )
 @pytest.mark.parametrize("use_rslora", [False, True])
 def test_an_adapter_computes_what_its_merged_weights_compute(targets, use_rslora):
-    model = foreign_folder("phi3") if targets == FUSED else model_folder(MODEL, num_layers=2)
+    model = (
+        foreign_folder("phi3")
+        if targets == FUSED
+        else model_folder(MODEL, num_layers=2)
+    )
     adapter = write_adapter(model, targets, rank=9, use_rslora=use_rslora)
     theirs = expected(merged(model, adapter, 16 / (3 if use_rslora else 9)))
     modules = (f"mine={adapter}",)
@@ -105,7 +109,9 @@ def test_rows_of_several_adapters_have_the_bits_they_have_alone(dtype):
     two = write_adapter(model, ("q_proj", "down_proj"), rank=16, seed=1)
     with loaded(compute_config(model, dtype)) as runner:
         plain = computed(runner, "")
-    with loaded(compute_config(model, dtype, lora_modules=(f"1={one}", f"2={two}"))) as runner:
+    with loaded(
+        compute_config(model, dtype, lora_modules=(f"1={one}", f"2={two}"))
+    ) as runner:
         needs_rules(runner)
         alone = {lora: computed(runner, lora) for lora in ("", "1", "2")}
         assert torch.equal(alone[""], plain)
@@ -113,11 +119,15 @@ def test_rows_of_several_adapters_have_the_bits_they_have_alone(dtype):
         order = ("2", "", "1", "2", "", "1")
         texts = [text_with(lora, 5 * number) for number, lora in enumerate(order)]
         whole = logits(runner, *(text.chunk(0, len(TOKENS) - 1) for text in texts))
-        last = logits(runner, *(text.chunk(len(TOKENS) - 1, len(TOKENS)) for text in texts))
+        last = logits(
+            runner, *(text.chunk(len(TOKENS) - 1, len(TOKENS)) for text in texts)
+        )
         for lora, first, end in zip(order, whole, last, strict=True):
             assert torch.equal(torch.cat([first, end]), alone[lora])
         # A step with samples computes its last layer for their rows alone.
-        sampled = [text.chunk(len(TOKENS) - 1, len(TOKENS), sample=True) for text in texts]
+        sampled = [
+            text.chunk(len(TOKENS) - 1, len(TOKENS), sample=True) for text in texts
+        ]
         wanted = [alone[lora][-1].argmax().item() for lora in order]
         batch = runner.pack(tuple(sampled))
         with torch.inference_mode():
@@ -134,7 +144,13 @@ def test_nodes_with_other_adapters_have_another_fingerprint():
     config = read_decoder_config(model)
     one = write_adapter(model)
     two = write_adapter(model, seed=1)
-    modules = [(), (f"a={one}",), (f"b={one}",), (f"a={two}",), (f"a={one}", f"b={two}")]
+    modules = [
+        (),
+        (f"a={one}",),
+        (f"b={one}",),
+        (f"a={two}",),
+        (f"a={one}", f"b={two}"),
+    ]
     found = {fingerprint_of(read_adapters(each, config)) for each in modules}
     assert len(found) == len(modules)
 
@@ -144,10 +160,16 @@ def test_nodes_with_other_adapters_have_another_fingerprint():
     [
         ({"peft_type": "loha"}, "peft_type loha"),
         ({"use_dora": True}, "use_dora is not supported"),
-        ({"modules_to_save": ["lm_head"]}, "of lm_head, it has only the tensor or the name"),
+        (
+            {"modules_to_save": ["lm_head"]},
+            "of lm_head, it has only the tensor or the name",
+        ),
         ({"modules_to_save": ["score"]}, "modules_to_save names score"),
         ({"bias": "lora_only"}, "bias 'lora_only'"),
-        ({"rank_pattern": {"q_proj": 4}}, r"q_proj.lora_A.weight has the shape \[8, \d+\]"),
+        (
+            {"rank_pattern": {"q_proj": 4}},
+            r"q_proj.lora_A.weight has the shape \[8, \d+\]",
+        ),
         ({"alpha_pattern": {"q_(": 4}}, "is not a valid pattern of layers"),
         ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens"),
         ({"a_field_of_tomorrow": 1}, "a_field_of_tomorrow"),
@@ -179,13 +201,20 @@ def changed(name: str, *, to: str | None = None, cut: int = 0) -> Path:
     ("adapter", "reason"),
     [
         (lambda: changed("1.self_attn.q_proj.lora_A"), "q_proj has only one of"),
-        (lambda: changed("0.mlp.up_proj.lora_A", to="lm_head.lora_A"), "no linear layer"),
         (
-            lambda: changed("0.mlp.up_proj.lora_A", to="model.layers.7.mlp.up_proj.lora_A"),
+            lambda: changed("0.mlp.up_proj.lora_A", to="lm_head.lora_A"),
             "no linear layer",
         ),
         (
-            lambda: changed("0.mlp.up_proj.lora_B", to="model.layers.0.mlp.up_proj.lora_B", cut=1),
+            lambda: changed(
+                "0.mlp.up_proj.lora_A", to="model.layers.7.mlp.up_proj.lora_A"
+            ),
+            "no linear layer",
+        ),
+        (
+            lambda: changed(
+                "0.mlp.up_proj.lora_B", to="model.layers.0.mlp.up_proj.lora_B", cut=1
+            ),
             "imply",
         ),
         (lambda: Path("/nowhere"), "adapter_config.json cannot be read: No such file"),
@@ -194,7 +223,9 @@ def changed(name: str, *, to: str | None = None, cut: int = 0) -> Path:
 def test_tensors_that_do_not_fit_are_refused(adapter, reason):
     folder = adapter()
     config = read_decoder_config(model_folder(MODEL, num_layers=2))
-    with pytest.raises(ConfigError, match=r"transformers' code computes this model, without any"):
+    with pytest.raises(
+        ConfigError, match=r"transformers' code computes this model, without any"
+    ):
         read_adapters((f"mine={folder}",), None)
     with pytest.raises(ConfigError, match=reason) as error:
         read_adapters((f"mine={folder}",), config)
@@ -204,10 +235,15 @@ def test_tensors_that_do_not_fit_are_refused(adapter, reason):
 def test_a_pipe_in_place_of_the_configuration_is_refused(tmp_path):
     os.mkfifo(tmp_path / "adapter_config.json")
     with pytest.raises(ConfigError, match=r"adapter_config\.json is not a file"):
-        read_adapters((f"mine={tmp_path}",), read_decoder_config(model_folder(MODEL, num_layers=2)))
+        read_adapters(
+            (f"mine={tmp_path}",),
+            read_decoder_config(model_folder(MODEL, num_layers=2)),
+        )
 
 
-@pytest.mark.parametrize("modules", [("mine",), ("=x",), ("a=x", "a=y"), ("two words=x",)])
+@pytest.mark.parametrize(
+    "modules", [("mine",), ("=x",), ("a=x", "a=y"), ("two words=x",)]
+)
 def test_a_setting_that_is_no_list_of_names_and_folders_is_refused(modules):
     with pytest.raises(ConfigError, match=r"model\.lora_modules: "):
         read_adapters(modules, read_decoder_config(model_folder(MODEL, num_layers=2)))
@@ -226,7 +262,10 @@ def test_an_adapter_of_a_model_that_also_sees_changes_its_text(prefix):
     model = model_folder(MODEL, num_layers=2)
     plain, seeing = (write_adapter(model, ("q_proj",)) for _ in range(2))
     file = seeing / "adapter_model.safetensors"
-    names = {name: name.replace(".model.model.", f".model.{prefix}") for name in load_file(file)}
+    names = {
+        name: name.replace(".model.model.", f".model.{prefix}")
+        for name in load_file(file)
+    }
     save_file({names[name]: tensor for name, tensor in load_file(file).items()}, file)
     results = []
     for adapter in (plain, seeing):
@@ -248,11 +287,17 @@ def test_the_form_for_gpus_computes_the_same():
     names = ("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj")
     rows = slice(0, 128), slice(16, 32)
     site = LoraSite(names, rows, slice(0, 128))
-    shrink = StackedExperts(torch.stack([*loader.shrinks(site)]), reference.grouped_product)
-    expand = StackedExperts(torch.stack([*loader.expands(site)]), reference.grouped_product)
+    shrink = StackedExperts(
+        torch.stack([*loader.shrinks(site)]), reference.grouped_product
+    )
+    expand = StackedExperts(
+        torch.stack([*loader.expands(site)]), reference.grouped_product
+    )
     x = torch.randn(5, 128)
     y = torch.zeros(5, 144)
-    adapted = AdaptedRows(torch.tensor([1, 4, 0]), torch.tensor([1, 3], dtype=torch.int32))
+    adapted = AdaptedRows(
+        torch.tensor([1, 4, 0]), torch.tensor([1, 3], dtype=torch.int32)
+    )
     ours = Lora(shrink, expand)(y, x, adapted)
     for row, folder in ((1, folders[0]), (4, folders[1]), (0, folders[1])):
         tensors = load_file(folder / "adapter_model.safetensors")
@@ -266,10 +311,16 @@ def test_the_form_for_gpus_computes_the_same():
     assert not ours[[2, 3]].any()
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", nightly("qwen2_moe"), nightly("mixtral")])
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", nightly("qwen2_moe"), nightly("mixtral")]
+)
 def test_adapters_of_experts_compute_what_their_merged_weights_compute(family):
     model = foreign_folder(family)
-    names = ("w1", "w2", "w3") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    names = (
+        ("w1", "w2", "w3")
+        if family == "mixtral"
+        else ("gate_proj", "up_proj", "down_proj")
+    )
     one = write_adapter(model, ("q_proj", *names), rank=4)
     two = write_adapter(model, names[1:], rank=3, seed=1)
     wanted = expected(merged(model, one, 16 / 4)), expected(merged(model, two, 16 / 3))
@@ -296,7 +347,8 @@ def test_adapters_of_experts_compute_what_their_merged_weights_compute(family):
 
 
 @pytest.mark.parametrize(
-    "whole", [nightly(("lm_head",)), nightly(("embed_tokens",)), ("lm_head", "embed_tokens")]
+    "whole",
+    [nightly(("lm_head",)), nightly(("embed_tokens",)), ("lm_head", "embed_tokens")],
 )
 def test_an_adapter_may_have_a_head_and_an_embedding_of_its_own(whole):
     model = model_folder(MODEL, num_layers=2)
@@ -315,7 +367,9 @@ def test_an_adapter_may_have_a_head_and_an_embedding_of_its_own(whole):
                 assert torch.equal(rows, alone[lora])
         # A step that samples, and scores its prompt, takes the same head.
         part = texts[0].chunk(0, len(TOKENS), sample=True)
-        others = [text.chunk(len(TOKENS) - 1, len(TOKENS), sample=True) for text in texts[1:]]
+        others = [
+            text.chunk(len(TOKENS) - 1, len(TOKENS), sample=True) for text in texts[1:]
+        ]
         part = msgspec.structs.replace(part, targets=tuple(TOKENS[1:]), num_top=1)
         result = runner.execute(StepPlan(0, (*others, part)))
         best = [int(alone[lora][-1].argmax()) for lora in (*order[1:], "1")]
@@ -337,7 +391,9 @@ def test_a_head_of_another_shape_or_without_numbers_is_refused():
     model = model_folder(MODEL, num_layers=2)
     other = model_folder(MODEL, num_layers=2, vocab_size=512)
     adapter = write_adapter(model, whole=("lm_head",))
-    with pytest.raises(ConfigError, match=r"lm_head.weight has the shape .* but the model's"):
+    with pytest.raises(
+        ConfigError, match=r"lm_head.weight has the shape .* but the model's"
+    ):
         read_adapters((f"mine={adapter}",), read_decoder_config(other))
     file = adapter / "adapter_model.safetensors"
     tensors = load_file(file)
@@ -348,7 +404,9 @@ def test_a_head_of_another_shape_or_without_numbers_is_refused():
         pass
 
 
-def write_expert_adapter(model: Path, version: str = "0.21.2", rank: int = 4) -> tuple[Path, Path]:
+def write_expert_adapter(
+    model: Path, version: str = "0.21.2", rank: int = 4
+) -> tuple[Path, Path]:
     """An adapter of `target_parameters`, and a copy of the model whose weights hold it."""
     weights = load_file(model / "model.safetensors")
     generator = torch.Generator().manual_seed(3)
@@ -360,7 +418,9 @@ def write_expert_adapter(model: Path, version: str = "0.21.2", rank: int = 4) ->
         num = sum(other.startswith(block) for other in weights) // 3
         for linears, nested in kinds:
             whole = [
-                torch.cat([weights[f"{block}{number}.{linear}.weight"] for linear in linears])
+                torch.cat(
+                    [weights[f"{block}{number}.{linear}.weight"] for linear in linears]
+                )
                 for number in range(num)
             ]
             outputs, inputs = whole[0].shape
@@ -369,7 +429,10 @@ def write_expert_adapter(model: Path, version: str = "0.21.2", rank: int = 4) ->
             begin = f"base_model.model.{block.removesuffix('.')}{nested}.lora_"
             tensors |= {f"{begin}A.weight": a, f"{begin}B.weight": b}
             for number in range(num):
-                added = b.view(outputs, rank, num)[:, :, number] @ a.view(num, rank, inputs)[number]
+                added = (
+                    b.view(outputs, rank, num)[:, :, number]
+                    @ a.view(num, rank, inputs)[number]
+                )
                 rows = (whole[number] + 16 / rank * added).chunk(len(linears))
                 for linear, part in zip(linears, rows, strict=True):
                     weights[f"{block}{number}.{linear}.weight"] = part.contiguous()
@@ -395,7 +458,9 @@ def test_adapters_of_all_experts_in_one_parameter_compute_the_same():
     theirs = expected(whole)
     config = compute_config(model, lora_modules=(f"mine={adapter}",))
     with loaded(config) as runner:
-        assert (computed(runner, "mine") - theirs).abs().max() < 2e-5 * theirs.abs().max()
+        assert (
+            computed(runner, "mine") - theirs
+        ).abs().max() < 2e-5 * theirs.abs().max()
         assert (computed(runner, "") - theirs).abs().max() > 1e-3
 
     def of_rank(member: SharedMemoryRanks) -> torch.Tensor:
@@ -411,7 +476,9 @@ def test_matrices_of_all_experts_that_do_not_fit_are_refused():
     model = foreign_folder("qwen3_moe")
     config = read_decoder_config(model)
     adapter, _ = write_expert_adapter(model, "0.18.0")
-    with pytest.raises(ConfigError, match=r"PEFT 0\.18\.0 may have swapped inputs and outputs"):
+    with pytest.raises(
+        ConfigError, match=r"PEFT 0\.18\.0 may have swapped inputs and outputs"
+    ):
         read_adapters((f"mine={adapter}",), config)
     adapter, _ = write_expert_adapter(model)
     file = adapter / "adapter_model.safetensors"
@@ -419,17 +486,30 @@ def test_matrices_of_all_experts_that_do_not_fit_are_refused():
     fields = json.loads(described.read_text())
     tensors = load_file(file)
     for wrong, reason in (
-        ({"r": 2}, r"have the shapes \[32, 64\] and \[64, 32\], but r and the model imply others"),
-        ({"target_parameters": ["mlp.gate.weight"]}, "names mlp.gate.weight, but no tensor"),
-        ({"alpha_pattern": {"experts": 2}}, "target_parameters are not supported beside patterns"),
+        (
+            {"r": 2},
+            r"have the shapes \[32, 64\] and \[64, 32\], but r and the model imply others",
+        ),
+        (
+            {"target_parameters": ["mlp.gate.weight"]},
+            "names mlp.gate.weight, but no tensor",
+        ),
+        (
+            {"alpha_pattern": {"experts": 2}},
+            "target_parameters are not supported beside patterns",
+        ),
     ):
         described.write_text(json.dumps(fields | wrong))
         with pytest.raises(ConfigError, match=reason):
             read_adapters((f"mine={adapter}",), config)
     described.write_text(json.dumps(fields))
-    down = {name: tensor for name, tensor in tensors.items() if "base_layer" not in name}
+    down = {
+        name: tensor for name, tensor in tensors.items() if "base_layer" not in name
+    }
     save_file(down, file)
     with pytest.raises(ConfigError, match=r"names mlp\.experts\.gate_up_proj, but no"):
         read_adapters((f"mine={adapter}",), config)
     with pytest.raises(ConfigError, match="the model has no experts for"):
-        read_adapters((f"mine={adapter}",), read_decoder_config(model_folder(MODEL, num_layers=2)))
+        read_adapters(
+            (f"mine={adapter}",), read_decoder_config(model_folder(MODEL, num_layers=2))
+        )

@@ -41,7 +41,9 @@ ABSENT = object()
 
 
 def folder_of(folder: Path, **fields: object) -> Path:
-    config = {name: value for name, value in (LLAMA | fields).items() if value is not ABSENT}
+    config = {
+        name: value for name, value in (LLAMA | fields).items() if value is not ABSENT
+    }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -228,7 +230,16 @@ def test_published_folders_are_read(family, tmp_path):
         found
         == {
             "gpt_oss": ([128, None] * 3, 0.125, 64, 1.5e5, 1.5e5, True, True, 131072),
-            "gemma3_text": ([512] * 5 + [None], 1 / 16, 256, 1e4, 1e4, False, False, 32768),
+            "gemma3_text": (
+                [512] * 5 + [None],
+                1 / 16,
+                256,
+                1e4,
+                1e4,
+                False,
+                False,
+                32768,
+            ),
             "gemma2": ([4096, None] * 3, 1 / 16, 256, 1e4, 1e4, False, False, 8192),
             "glm4_moe": ([None] * 6, 128**-0.5, 64, 1e6, 1e6, True, False, 131072),
             "minimax_m2": ([None] * 6, 128**-0.5, 64, 5e6, 5e6, False, False, 196608),
@@ -273,10 +284,16 @@ def test_of_gemma_3_that_sees_images_the_text_is_read(tmp_path):
 
 def test_absent_fields_take_what_transformers_takes(tmp_path):
     config = read(tmp_path)
-    assert (config.head_dim, config.rms_norm_eps, config.rope) == (128, 1e-6, Rope(10000.0))
+    assert (config.head_dim, config.rms_norm_eps, config.rope) == (
+        128,
+        1e-6,
+        Rope(10000.0),
+    )
     assert not config.tie_word_embeddings
     assert read(tmp_path, num_key_value_heads=ABSENT).num_kv_heads == 32
-    mistral = read(tmp_path, architectures=["MistralForCausalLM"], num_key_value_heads=ABSENT)
+    mistral = read(
+        tmp_path, architectures=["MistralForCausalLM"], num_key_value_heads=ABSENT
+    )
     assert mistral.num_kv_heads == 8
     assert read(tmp_path, num_key_value_heads=None).num_kv_heads == 32
     qwen3 = read(tmp_path, architectures=["Qwen3ForCausalLM"], hidden_size=1024)
@@ -286,7 +303,9 @@ def test_absent_fields_take_what_transformers_takes(tmp_path):
 def test_biases_go_where_the_family_has_them(tmp_path):
     llama = read(tmp_path, attention_bias=True, mlp_bias=True)
     assert (llama.qkv_bias, llama.output_bias, llama.mlp_bias) == (True, True, True)
-    qwen3 = read(tmp_path, architectures=["Qwen3ForCausalLM"], attention_bias=True, mlp_bias=True)
+    qwen3 = read(
+        tmp_path, architectures=["Qwen3ForCausalLM"], attention_bias=True, mlp_bias=True
+    )
     assert (qwen3.qkv_bias, qwen3.output_bias, qwen3.mlp_bias) == (True, True, False)
     qwen2 = read(tmp_path, architectures=["Qwen2ForCausalLM"])
     assert (qwen2.qkv_bias, qwen2.output_bias) == (True, False)
@@ -299,16 +318,25 @@ def test_rope_is_read_from_old_and_new_fields(tmp_path):
     assert read(tmp_path, rope_theta=5e5, rope_scaling=LLAMA3_ROPE).rope == scaled
     longer = read(tmp_path, rope_scaling=YARN, max_position_embeddings=100)
     assert longer.max_position_embeddings == 256
-    assert read(tmp_path, rope_parameters={**LLAMA3_ROPE, "rope_theta": 5e5}).rope == scaled
+    assert (
+        read(tmp_path, rope_parameters={**LLAMA3_ROPE, "rope_theta": 5e5}).rope
+        == scaled
+    )
     linear = {"type": "linear", "factor": 2.0}
     assert read(tmp_path, rope_scaling=linear).rope == Rope(10000.0, "linear", 2.0)
-    assert read(tmp_path, rope_scaling=linear, rope_parameters=linear).rope.factor == 2.0
+    assert (
+        read(tmp_path, rope_scaling=linear, rope_parameters=linear).rope.factor == 2.0
+    )
     for without in (YARN, LLAMA3_ROPE, LONGROPE):
         scaling = {**without, "original_max_position_embeddings": None}
         taken = read(tmp_path, rope_scaling=scaling, max_position_embeddings=512)
         assert taken.rope.original_max_position_embeddings == 512
-    assert read(tmp_path, max_position_embeddings=ABSENT).max_position_embeddings == 2048
-    beside = read(tmp_path, rope_scaling=LLAMA3_ROPE, original_max_position_embeddings=4096)
+    assert (
+        read(tmp_path, max_position_embeddings=ABSENT).max_position_embeddings == 2048
+    )
+    beside = read(
+        tmp_path, rope_scaling=LLAMA3_ROPE, original_max_position_embeddings=4096
+    )
     assert beside.rope.original_max_position_embeddings == 4096
 
 
@@ -317,11 +345,21 @@ def test_a_window_counts_only_where_layers_use_it(tmp_path):
     qwen2 = ["Qwen2ForCausalLM"]
     assert "models of llama" in refusal(tmp_path, sliding_window=100)
     assert read(tmp_path, sliding_window=8192).sliding_window is None
-    assert read(tmp_path, architectures=mistral, sliding_window=100).sliding_window == 100
-    assert read(tmp_path, architectures=mistral, sliding_window=None).sliding_window is None
+    assert (
+        read(tmp_path, architectures=mistral, sliding_window=100).sliding_window == 100
+    )
+    assert (
+        read(tmp_path, architectures=mistral, sliding_window=None).sliding_window
+        is None
+    )
     assert read(tmp_path, architectures=mistral).sliding_window == 4096
-    assert read(tmp_path, architectures=mistral, sliding_window=8192).sliding_window is None
-    assert read(tmp_path, architectures=qwen2, sliding_window=100).sliding_window is None
+    assert (
+        read(tmp_path, architectures=mistral, sliding_window=8192).sliding_window
+        is None
+    )
+    assert (
+        read(tmp_path, architectures=qwen2, sliding_window=100).sliding_window is None
+    )
     used: dict[str, object] = {"architectures": qwen2, "use_sliding_window": True}
     assert read(tmp_path, **used, max_window_layers=0).sliding_window == 4096
     used["sliding_window"] = 100
@@ -329,7 +367,9 @@ def test_a_window_counts_only_where_layers_use_it(tmp_path):
     assert read(tmp_path, **used, max_window_layers=0).sliding_window == 100
     assert read(tmp_path, **used, max_window_layers=2).full_layers == (0, 1)
     mixed = ["full_attention", "sliding_attention"] * 16
-    assert read(tmp_path, **used, layer_types=mixed).full_layers == tuple(range(0, 32, 2))
+    assert read(tmp_path, **used, layer_types=mixed).full_layers == tuple(
+        range(0, 32, 2)
+    )
     kinds: dict[str, object] = {"architectures": mistral, "sliding_window": 100}
     assert read(tmp_path, **kinds, layer_types=mixed).window_of(2) is None
     assert read(tmp_path, **kinds, layer_types=mixed).window_of(3) == 100
@@ -352,11 +392,13 @@ def test_the_end_that_only_the_tokenizer_names_is_one(tmp_path):
         write_tokenizer(tmp_path, end)
         assert read(tmp_path, eos_token_id=7).eos_token_ids == (5, 7)
     write_tokenizer(tmp_path, "</s>", "special_tokens_map.json")
-    assert read(tmp_path, eos_token_id=None).eos_token_ids == (2,)  # as in older folders
+    # As in older folders.
+    assert read(tmp_path, eos_token_id=None).eos_token_ids == (2,)
     write_tokenizer(tmp_path, "<|end|>", added_tokens_decoder={})
     assert read(tmp_path, eos_token_id=None).eos_token_ids == (5,)
     write_tokenizer(tmp_path, "<|far|>", added_tokens_decoder={})
-    assert read(tmp_path, eos_token_id=7).eos_token_ids == (7,)  # the model has no such row
+    # The model has no such row.
+    assert read(tmp_path, eos_token_id=7).eos_token_ids == (7,)
 
 
 def test_ends_are_those_of_both_files(tmp_path):
@@ -368,7 +410,12 @@ def test_ends_are_those_of_both_files(tmp_path):
 
 @pytest.mark.parametrize(
     ("given", "taken"),
-    [("bfloat16", "bfloat16"), ("float32", "float32"), ("float16", "float32"), (None, "float32")],
+    [
+        ("bfloat16", "bfloat16"),
+        ("float32", "float32"),
+        ("float16", "float32"),
+        (None, "float32"),
+    ],
 )
 def test_the_dtype_is_the_checkpoints(given, taken, tmp_path):
     assert read(tmp_path, torch_dtype=given).dtype == taken
@@ -397,28 +444,61 @@ def test_the_dtype_is_the_checkpoints(given, taken, tmp_path):
             {"rope_scaling": {**YARN, "rope_type": "proportional"}},
             "'proportional' is not supported",
         ),
-        ({"rope_scaling": {**YARN, "rope_type": "longrope"}}, "needs short_factor and long_factor"),
-        ({"rope_scaling": {**LONGROPE, "short_factor": [1.0]}}, "short_factor has 1 numbers, but"),
-        ({"rope_scaling": {**LONGROPE, "long_factor": [1.0] * 63 + [0]}}, "long_factor[63]"),
+        (
+            {"rope_scaling": {**YARN, "rope_type": "longrope"}},
+            "needs short_factor and long_factor",
+        ),
+        (
+            {"rope_scaling": {**LONGROPE, "short_factor": [1.0]}},
+            "short_factor has 1 numbers, but",
+        ),
+        (
+            {"rope_scaling": {**LONGROPE, "long_factor": [1.0] * 63 + [0]}},
+            "long_factor[63]",
+        ),
         (
             {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.01},
             "must rotate an even part of 128",
         ),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
-        ({"rope_scaling": {**LLAMA3_ROPE, "high_freq_factor": 1.0}}, "high_freq_factor"),
-        ({"rope_scaling": {"partial_rotary_factor": 0.5}}, "other than 1 is not supported in"),
+        (
+            {"rope_scaling": {**LLAMA3_ROPE, "high_freq_factor": 1.0}},
+            "high_freq_factor",
+        ),
+        (
+            {"rope_scaling": {"partial_rotary_factor": 0.5}},
+            "other than 1 is not supported in",
+        ),
         ({"rope_scaling": {"partial_rotary_factor": 2}}, "<= 1.0"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor"),
-        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization_config"),
-        ({"compression_config": {"quant_method": "compressed-tensors"}}, "config_groups"),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            "quantization_config",
+        ),
+        (
+            {"compression_config": {"quant_method": "compressed-tensors"}},
+            "config_groups",
+        ),
         ({"model_type": "granite"}, "model_type 'granite' contradicts"),
         (
-            {"partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_factor": 0.75}},
+            {
+                "partial_rotary_factor": 0.5,
+                "rope_parameters": {"partial_rotary_factor": 0.75},
+            },
             "is there twice",
         ),
-        ({"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": {"type": "yarn"}}, "differ"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 5e5}}}, "by kind of layer"),
-        ({"rope_parameters": {"rope_theta": None}}, "rope_parameters: Expected `float`"),
+        (
+            {"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": {"type": "yarn"}},
+            "differ",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 5e5}}},
+            "by kind of layer",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": None}},
+            "rope_parameters: Expected `float`",
+        ),
         ({"rope_theta": 0}, "rope_theta"),
         ({"rope_scaling": {"rope_type": "linear"}}, "linear needs a factor"),
         ({"rope_scaling": {"type": "ntk"}}, "type 'ntk' is not supported, only"),
@@ -427,7 +507,10 @@ def test_the_dtype_is_the_checkpoints(given, taken, tmp_path):
             "original_max_position_embeddings must be 2 or more",
         ),
         ({"rope_scaling": {**LLAMA3_ROPE, "factor": None}}, "llama3 needs a factor"),
-        ({"rope_scaling": {"rope_type": None, "type": "linear", "factor": 2.0}}, "rope_type"),
+        (
+            {"rope_scaling": {"rope_type": None, "type": "linear", "factor": 2.0}},
+            "rope_type",
+        ),
         ({"max_position_embeddings": 1 << 40}, "max_position_embeddings"),
         ({"is_causal": False}, "is_causal"),
         ({"attention_chunk_size": 16}, "attention_chunk_size"),
@@ -435,7 +518,10 @@ def test_the_dtype_is_the_checkpoints(given, taken, tmp_path):
         ({"text_config": {"quantization_config": {}}}, "text_config"),
         ({"layer_types": ["full_attention"] * 31}, "for each of 32 layers"),
         ({"layer_types": ["chunked_attention"] * 32}, "layer_types must name one of"),
-        ({"layer_types": ["sliding_attention"] * 32}, "sliding_attention needs a sliding_window"),
+        (
+            {"layer_types": ["sliding_attention"] * 32},
+            "sliding_attention needs a sliding_window",
+        ),
     ],
 )
 def test_a_refusal_names_the_file_and_the_field(fields, named, tmp_path):

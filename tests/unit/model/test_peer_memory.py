@@ -10,7 +10,12 @@ import pytest
 import torch
 
 from baton.model.runner import peer_memory
-from baton.model.runner.peer_memory import CudaDriver, OpenedPool, runs_of, shareable_memory
+from baton.model.runner.peer_memory import (
+    CudaDriver,
+    OpenedPool,
+    runs_of,
+    shareable_memory,
+)
 from baton.protocol.errors import ConfigError, TransferError
 
 SLICE_BYTES = 32
@@ -38,7 +43,11 @@ class Library:
         return 0
 
     def cuDeviceGetP2PAttribute(  # noqa: N802
-        self, found: object, kind: ctypes.c_int, source: ctypes.c_int, target: ctypes.c_int
+        self,
+        found: object,
+        kind: ctypes.c_int,
+        source: ctypes.c_int,
+        target: ctypes.c_int,
     ) -> int:
         self.asked.append((kind.value, source.value, target.value))
         ctypes.cast(found, ctypes.POINTER(ctypes.c_int))[0] = self._native_atomics
@@ -78,9 +87,12 @@ def test_over_pcie_the_copy_engine_moves_neighbours_at_once(monkeypatch):
     theirs = torch.randint(-9, 9, (6, 16), dtype=torch.int32)
     ours = torch.zeros(9, 16, dtype=torch.int32)
     stream = SimpleNamespace(cuda_stream=77)
-    memory = SimpleNamespace(blocks=ours, stream=stream, driver=driver(monkeypatch, library))
+    memory = SimpleNamespace(
+        blocks=ours, stream=stream, driver=driver(monkeypatch, library)
+    )
     pool = OpenedPool(memory, theirs, 0, has_engine=True)
-    remote, local = np.array([4, 5, 6, 1, 9]), np.array([7, 8, 9, 10, 3])  # halves of blocks
+    # Halves of blocks.
+    remote, local = np.array([4, 5, 6, 1, 9]), np.array([7, 8, 9, 10, 3])
     assert pool.copy(remote, local, SLICE_BYTES)()
     expected = torch.zeros(18, 8, dtype=torch.int32)
     expected[local] = theirs.view(-1, 8)[remote]
@@ -88,7 +100,9 @@ def test_over_pcie_the_copy_engine_moves_neighbours_at_once(monkeypatch):
     assert library.copies == [3 * SLICE_BYTES, SLICE_BYTES, SLICE_BYTES]
     assert list(runs_of(local[:0], remote[:0])) == []
     library._fails["copy"] = "CUDA_ERROR_LAUNCH_FAILED"
-    with pytest.raises(TransferError, match="cuMemcpyDtoDAsync_v2 reported CUDA_ERROR_LAUNCH_FAIL"):
+    with pytest.raises(
+        TransferError, match="cuMemcpyDtoDAsync_v2 reported CUDA_ERROR_LAUNCH_FAIL"
+    ):
         pool.copy(remote, local, SLICE_BYTES)
 
 
@@ -104,9 +118,15 @@ def test_a_link_with_atomics_is_nvlink_and_a_gpu_reaches_itself(monkeypatch):
 @pytest.mark.parametrize(
     ("error", "line"),
     [
-        ("CUDA_ERROR_PEER_ACCESS_UNSUPPORTED", "the GPUs cannot read each other (cuIpcOpen"),
+        (
+            "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED",
+            "the GPUs cannot read each other (cuIpcOpen",
+        ),
         ("CUDA_ERROR_MAP_FAILED", "switch resizable BAR"),
-        ("CUDA_ERROR_INVALID_VALUE", "cuIpcOpenMemHandle_v2 reported CUDA_ERROR_INVALID_VALUE"),
+        (
+            "CUDA_ERROR_INVALID_VALUE",
+            "cuIpcOpenMemHandle_v2 reported CUDA_ERROR_INVALID_VALUE",
+        ),
     ],
 )
 def test_memory_that_cannot_be_mapped_says_what_to_do(error, line, monkeypatch):
@@ -118,7 +138,9 @@ def test_memory_that_cannot_be_mapped_says_what_to_do(error, line, monkeypatch):
 
 def test_memory_without_a_handle_names_expandable_segments(monkeypatch):
     found = driver(monkeypatch, Library(cuIpcGetMemHandle="CUDA_ERROR_INVALID_VALUE"))
-    with pytest.raises(ConfigError, match="remove expandable_segments from PYTORCH_ALLOC_CONF"):
+    with pytest.raises(
+        ConfigError, match="remove expandable_segments from PYTORCH_ALLOC_CONF"
+    ):
         found.export(1 << 40)
 
 

@@ -29,7 +29,9 @@ def with_kernels(config: ClusterConfig, wanted: KernelChoice) -> ClusterConfig:
 
 
 @pytest.mark.parametrize("wanted", ["torch", "auto"])
-def test_plain_torch_computes_what_the_kernels_compute(monkeypatch, tmp_path, caplog, wanted):
+def test_plain_torch_computes_what_the_kernels_compute(
+    monkeypatch, tmp_path, caplog, wanted
+):
     """Prompts, chunks and decode steps in one batch, through a window, over garbage."""
     folder = model_folder("mistral", num_layers=2, num_kv_heads=2, sliding_window=140)
     config = compute_config(folder, "float32")
@@ -62,6 +64,8 @@ def test_plain_torch_computes_what_the_kernels_compute(monkeypatch, tmp_path, ca
 
 def test_kernels_that_are_wanted_and_cannot_be_had_are_an_error(monkeypatch, tmp_path):
     without_compiler(monkeypatch, tmp_path)
-    config = with_kernels(compute_config(model_folder("qwen3", num_layers=2)), "compiled")
+    config = with_kernels(
+        compute_config(model_folder("qwen3", num_layers=2)), "compiled"
+    )
     with pytest.raises(ConfigError, match="numba cannot compile"), loaded(config):
         pass

@@ -19,7 +19,13 @@ from baton.protocol.config import Convert
 from baton.protocol.errors import ConfigError
 from baton.protocol.pooling import ModelTasks, Pooling
 from tests.support.checkpoints import FAMILIES, model_folder, scratch_folder
-from tests.support.compute import Text, compute_config, loaded, needs_rules, random_tokens
+from tests.support.compute import (
+    Text,
+    compute_config,
+    loaded,
+    needs_rules,
+    random_tokens,
+)
 from tests.support.depth import nightly
 from tests.support.foreign_checkpoints import foreign_folder
 from tests.support.pooling_folders import (
@@ -67,7 +73,9 @@ def numbers(data: bytes) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean", "cls"])
-@pytest.mark.parametrize("family", ["qwen3", *(nightly(one) for one in FAMILIES if one != "qwen3")])
+@pytest.mark.parametrize(
+    "family", ["qwen3", *(nightly(one) for one in FAMILIES if one != "qwen3")]
+)
 def test_an_embedding_is_that_of_transformers_however_it_is_cut(family, pooling):
     folder = embedding_folder(family, pooling, num_layers=2)
     tokens = random_tokens(LENGTH)
@@ -75,7 +83,9 @@ def test_an_embedding_is_that_of_transformers_however_it_is_cut(family, pooling)
         assert runner.decoder.head is None
         needs_rules(runner)
         whole = pooled(runner, pooling, tokens, LENGTH)
-        assert {pooled(runner, pooling, tokens, size) for size in (7, 16, 59)} == {whole}
+        assert {pooled(runner, pooling, tokens, size) for size in (7, 16, 59)} == {
+            whole
+        }
     expected = embedding_of(folder, tokens, pooling, normalizes=False)
     torch.testing.assert_close(numbers(whole), expected, atol=TOLERANCE, rtol=0)
 
@@ -121,7 +131,9 @@ def test_rows_that_are_not_finite_fail_their_slice_alone():
 
 
 def tasks_of(folder: Path, convert: Convert = "auto") -> ModelTasks:
-    return read_tasks(folder, as_stored(folder, read_decoder_config(folder)), convert).tasks
+    return read_tasks(
+        folder, as_stored(folder, read_decoder_config(folder)), convert
+    ).tasks
 
 
 def makes(**tasks: object) -> ModelTasks:
@@ -140,7 +152,10 @@ def test_a_folder_says_what_its_model_can_be_asked_for():
     labels = labels_folder(num_labels=2)
     assert tasks_of(labels) == makes(generates=False, num_labels=2)
     assert tasks_of(reranker_folder()) == makes(num_labels=1, scores_by_tokens=True)
-    write(tied / "sentence_bert_config.json", {"max_seq_length": 64, "do_lower_case": False})
+    write(
+        tied / "sentence_bert_config.json",
+        {"max_seq_length": 64, "do_lower_case": False},
+    )
     assert tasks_of(tied).max_embedded_tokens == 64
     config = json.loads((labels / "config.json").read_text())
     shown = {"activation_fn": "torch.nn.modules.linear.Identity"}
@@ -167,14 +182,22 @@ def test_yes_and_no_are_found_by_their_names():
     assert found.label_token_ids == (vocabulary["do"], vocabulary["no"])
     # vLLM's way to say it of the original folder, whose files have no head for labels
     labels = {"architectures": ["Qwen3ForSequenceClassification"]}
-    write(folder / "config.json", config | labels | {"classifier_from_token": ["no", "do"]})
+    write(
+        folder / "config.json",
+        config | labels | {"classifier_from_token": ["no", "do"]},
+    )
     assert tasks_of(folder) == makes(num_labels=1, scores_by_tokens=True)
     write(folder / "config.json", config)
     with pytest.raises(ConfigError, match="has no token"):
         tasks_of(folder, "classify")
 
 
-MODULE = {"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"}
+MODULE = {
+    "idx": 2,
+    "name": "2",
+    "path": "2_Dense",
+    "type": "sentence_transformers.models.Dense",
+}
 
 
 @pytest.mark.parametrize(
@@ -182,7 +205,11 @@ MODULE = {"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transforme
     [
         ("modules.json", [MODULE], "the module Dense in Dense"),
         ("1_Pooling/config.json", {"pooling_mode": "max"}, "does not pool by max"),
-        ("1_Pooling/config.json", {"pooling_mode": ["cls", "mean"]}, "pool by cls and mean"),
+        (
+            "1_Pooling/config.json",
+            {"pooling_mode": ["cls", "mean"]},
+            "pool by cls and mean",
+        ),
         (
             "1_Pooling/config.json",
             {"pooling_mode": "mean", "include_prompt": False},

@@ -92,14 +92,17 @@ def test_quantized_weights_have_the_bits_of_their_numbers(name):
         return
     with thread_ranks(2) as members:
         found = [
-            on_all(members, lambda member, of=of: computed(of, member)) for of in (ours, plain)
+            on_all(members, lambda member, of=of: computed(of, member))
+            for of in (ours, plain)
         ]
     assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "glm4_moe"])
 def test_a_cpu_that_multiplies_bytes_rounds_inputs_where_the_folder_says_so(kind):
-    folder = model() if kind == "qwen3" else foreign_folder(kind, first_k_dense_replace=3)
+    folder = (
+        model() if kind == "qwen3" else foreign_folder(kind, first_k_dense_replace=3)
+    )
     ours, plain = quantized(folder, "int8 by channel")
     change_config(plain, dtype="bfloat16")
     change_config(ours, dtype="bfloat16")
@@ -176,13 +179,17 @@ def test_a_gpu_gets_narrow_weights_of_dense_layers(name, is_moe, monkeypatch):
     for folder in quantized(foreign_folder("qwen3_moe") if is_moe else model(), name):
         config = read_decoder_config(folder)
         checkpoint = Checkpoint(folder)
-        decoder = loading.load_decoder(config, checkpoint, SingleRank(), place, no_progress)
+        decoder = loading.load_decoder(
+            config, checkpoint, SingleRank(), place, no_progress
+        )
         found.append([linear.weight for linear in decoder.linears()])
     assert len(asked) == len(decoder.layers) * (2 if is_moe else 4)
     assert all(map(torch.equal, *found))
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3", "glm_moe_dsa", "minimax_m2", "phi3"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3_moe", "deepseek_v3", "glm_moe_dsa", "minimax_m2", "phi3"]
+)
 def test_experts_latent_attention_and_joined_layers_may_be_quantized_too(kind):
     ours, plain = quantized(foreign_folder(kind), "fp8 by block")
     assert torch.equal(computed(ours), computed(plain))
@@ -200,7 +207,10 @@ def test_experts_latent_attention_and_joined_layers_may_be_quantized_too(kind):
 def test_scales_of_keys_and_values_are_not_needed(names):
     """Blocks keep the type of activations."""
     ours, plain = quantized(model(), "fp8 by tensor")
-    scales = {f"model.layers.{n}.{names.format(one)}": torch.tensor(0.5) for n, one in LAYERS_KV}
+    scales = {
+        f"model.layers.{n}.{names.format(one)}": torch.tensor(0.5)
+        for n, one in LAYERS_KV
+    }
     add_tensors(ours, scales)
     for config in (MODELOPT, MODELOPT | {"kv_cache_scheme": {"num_bits": 8}}):
         change_config(ours, quantization_config=config)
@@ -295,7 +305,9 @@ def test_biases_of_zero_beside_packed_weights_add_nothing():
 )
 def test_gptq_names_its_format_in_several_ways(names):
     ours, plain = quantized(model(), "gptq")
-    config = {name: value for name, value in (GPTQ | names).items() if value is not None}
+    config = {
+        name: value for name, value in (GPTQ | names).items() if value is not None
+    }
     change_config(ours, quantization_config=config | {"sym": False})
     assert torch.equal(computed(ours), computed(plain))
 
@@ -305,13 +317,19 @@ def test_scales_of_inputs_are_not_needed(layers):
     """As in folders of ModelOpt and AutoFP8; activations are not quantized."""
     ours, plain = quantized(model(), "fp8 by tensor")
     tensors = load_file(ours / "model.safetensors")
-    for name in [name for name in tensors if name.endswith("weight_scale") and layers in name]:
+    for name in [
+        name for name in tensors if name.endswith("weight_scale") and layers in name
+    ]:
         tensors[name.replace("weight_scale", "input_scale")] = torch.tensor(0.5)
     save_file(tensors, ours / "model.safetensors", {"format": "pt"})
     expected = computed(plain)
     for config in (
         MODELOPT,
-        {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
+        {
+            "quant_method": "fp8",
+            "activation_scheme": "static",
+            "ignored_layers": ["lm_head"],
+        },
     ):
         change_config(ours, quantization_config=config)
         check_tensors(ours, plan_rank(compute_config(ours), 1).decoder)  # type: ignore[arg-type]
@@ -321,18 +339,36 @@ def test_scales_of_inputs_are_not_needed(layers):
 @pytest.mark.parametrize(
     ("name", "changes", "reason"),
     [
-        ("bnb nf4", {"quant_state.bitsandbytes__nf4": None}, "no tensor .*bitsandbytes__nf4"),
+        (
+            "bnb nf4",
+            {"quant_state.bitsandbytes__nf4": None},
+            "no tensor .*bitsandbytes__nf4",
+        ),
         ("bnb nf4", {"quant_state.bitsandbytes__nf4": b"{}"}, "quant_type"),
         (
             "bnb nf4",
-            {"quant_state.bitsandbytes__nf4": b'{"quant_type":"nf4","blocksize":128,"shape":[1]}'},
+            {
+                "quant_state.bitsandbytes__nf4": b'{"quant_type":"nf4","blocksize":128,"shape":[1]}'
+            },
             r"says \('nf4', 128, \(1,\), 256\) of type",
         ),
         ("bnb nf4", {"absmax": torch.zeros(7)}, r"absmax has the shape \[7\]"),
-        ("bnb nf4 nested", {"nested_absmax": torch.full((2,), torch.nan)}, "is not above 0"),
-        ("bnb nf4 nested", {"nested_quant_map": None}, "has no tensor .*nested_quant_map"),
+        (
+            "bnb nf4 nested",
+            {"nested_absmax": torch.full((2,), torch.nan)},
+            "is not above 0",
+        ),
+        (
+            "bnb nf4 nested",
+            {"nested_quant_map": None},
+            "has no tensor .*nested_quant_map",
+        ),
         ("bnb int8", {"SCB": None}, "is quantized, but there is no .*up_proj.SCB"),
-        ("bnb int8", {"weight_format": torch.tensor(1).byte()}, r"nothing in config\.json calls"),
+        (
+            "bnb int8",
+            {"weight_format": torch.tensor(1).byte()},
+            r"nothing in config\.json calls",
+        ),
     ],
 )
 def test_weights_of_bitsandbytes_that_do_not_fit_are_refused(name, changes, reason):
@@ -356,7 +392,9 @@ def test_an_adapter_adds_to_quantized_weights():
     adapter = write_adapter(model())
     found = []
     for folder in quantized(model(), "int8 by channel"):
-        with loaded(compute_config(folder, lora_modules=(f"mine={adapter}",))) as runner:
+        with loaded(
+            compute_config(folder, lora_modules=(f"mine={adapter}",))
+        ) as runner:
             text = Text("a", TOKENS, range(3), "mine")
             found.append(logits(runner, text.chunk(0, len(TOKENS)))[0])
     assert torch.equal(*found)
@@ -366,14 +404,30 @@ def test_an_adapter_adds_to_quantized_weights():
     ("config", "reason"),
     [
         ({"quant_method": "quanto"}, "quantized by quanto"),
-        ({"quant_method": "bitsandbytes"}, "only load_in_8bit, and load_in_4bit with nf4"),
-        (FORMATS["bnb nf4"] | {"bnb_4bit_quant_type": "nf3"}, "load_in_4bit with nf4 or fp4"),
-        (FORMATS["bnb nf4"] | {"bnb_4bit_quant_storage": "bfloat16"}, "quant_storage 'bfloat16'"),
-        (FORMATS["auto-round"] | {"bits": 2}, "gptq of 2 bits"),
-        (FORMATS["auto-round"] | {"packing_format": "auto_round:fp8"}, "'auto_round:fp8' with"),
-        (FORMATS["auto-round"] | {"data_type": "mx_fp"}, "data_type 'mx_fp' is not supported"),
         (
-            FORMATS["auto-round"] | {"extra_config": {"model.layers.0.mlp.up_proj": {"bits": 4}}},
+            {"quant_method": "bitsandbytes"},
+            "only load_in_8bit, and load_in_4bit with nf4",
+        ),
+        (
+            FORMATS["bnb nf4"] | {"bnb_4bit_quant_type": "nf3"},
+            "load_in_4bit with nf4 or fp4",
+        ),
+        (
+            FORMATS["bnb nf4"] | {"bnb_4bit_quant_storage": "bfloat16"},
+            "quant_storage 'bfloat16'",
+        ),
+        (FORMATS["auto-round"] | {"bits": 2}, "gptq of 2 bits"),
+        (
+            FORMATS["auto-round"] | {"packing_format": "auto_round:fp8"},
+            "'auto_round:fp8' with",
+        ),
+        (
+            FORMATS["auto-round"] | {"data_type": "mx_fp"},
+            "data_type 'mx_fp' is not supported",
+        ),
+        (
+            FORMATS["auto-round"]
+            | {"extra_config": {"model.layers.0.mlp.up_proj": {"bits": 4}}},
             "gives model.layers.0.mlp.up_proj other bits or groups",
         ),
         (GPTQ | {"bits": 3}, "gptq of 3 bits"),
@@ -385,22 +439,37 @@ def test_an_adapter_adds_to_quantized_weights():
         (GPTQ | {"group_size": 0}, "group_size 0"),
         (AWQ | {"version": "gemv"}, "version gemm"),
         (AWQ | {"zero_point": False}, "zero_point"),
-        (FORMATS["packed"] | {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "W4A8_AWQ"),
+        (
+            FORMATS["packed"] | {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
+            "W4A8_AWQ",
+        ),
         ({}, "an unnamed method"),
         (FINE_GRAINED | {"weight_block_size": [0, 128]}, "weight_block_size"),
         (FINE_GRAINED | {"a_field_of_tomorrow": 1}, "a_field_of_tomorrow"),
         (compressed("int", "group", num_bits=4), "weights of 4 bits"),
         (compressed("int", "channel", symmetric=False), "symmetric"),
-        (compressed("int", "channel") | {"format": "marlin-24"}, "'marlin-24' is not supported"),
-        (compressed("int", "group") | {"format": "pack-quantized"}, "packed weights of 8 bits"),
-        (compressed("int", "channel") | {"sparsity_config": {"format": "2:4"}}, "sparsity"),
+        (
+            compressed("int", "channel") | {"format": "marlin-24"},
+            "'marlin-24' is not supported",
+        ),
+        (
+            compressed("int", "group") | {"format": "pack-quantized"},
+            "packed weights of 8 bits",
+        ),
+        (
+            compressed("int", "channel") | {"sparsity_config": {"format": "2:4"}},
+            "sparsity",
+        ),
         (compressed("int", "channel") | {"config_groups": {}}, "config_groups"),
         (compressed("int", "channel") | {"config_groups": {"a": {}}}, "weights"),
         (
             compressed("int", "channel")
             | {
                 "config_groups": {
-                    "a": {"weights": {"num_bits": 8, "type": "int"}, "targets": ["re:("]}
+                    "a": {
+                        "weights": {"num_bits": 8, "type": "int"},
+                        "targets": ["re:("],
+                    }
                 }
             },
             "is not a valid pattern",
@@ -429,8 +498,18 @@ NONE_CALLS_FOR = "nothing in config.json calls for"
         (INT8, SCALES, 0.0, "not above 0 and finite"),
         (INT8, SCALES, torch.ones(7, 1), r"the shape \[7, 1\]"),
         (INT8, SCALES, torch.ones(256, 1, dtype=torch.int8), "scales of type I8"),
-        (INT8, "model.norm.weight", torch.ones(128).to(torch.int8), "model.norm.weight is I8"),
-        (INT8, "lm_head.weight_scale", torch.ones(1024, 1), f"{NONE_CALLS_FOR} tensor lm_head"),
+        (
+            INT8,
+            "model.norm.weight",
+            torch.ones(128).to(torch.int8),
+            "model.norm.weight is I8",
+        ),
+        (
+            INT8,
+            "lm_head.weight_scale",
+            torch.ones(1024, 1),
+            f"{NONE_CALLS_FOR} tensor lm_head",
+        ),
         (INT8, f"{UP}.weight_zero_point", torch.zeros(256, 1), "weight_zero_point"),
         ("gptq", GROUPS, None, f"no tensor {GROUPS}"),
         ("gptq", GROUPS, 9, "names a group that is not there"),
@@ -438,7 +517,12 @@ NONE_CALLS_FOR = "nothing in config.json calls for"
         ("gptq", GROUPS, torch.zeros(128), f"{GROUPS} is F32"),
         ("gptq", GROUPS, torch.zeros(64, dtype=torch.int32), r"the shape \[64\]"),
         ("gptq", f"{UP}.scales", torch.nan, "not above 0 and finite"),
-        ("packed in another order", f"{UP}.weight_g_idx", 9, "names a group that is not there"),
+        (
+            "packed in another order",
+            f"{UP}.weight_g_idx",
+            9,
+            "names a group that is not there",
+        ),
         ("mxfp4", SCALES, 255, "not above 0 and finite"),
         ("mxfp8", SCALES, 255, "not above 0 and finite"),
         ("nvfp4", SCALES, torch.nan, "not above 0 and finite"),
@@ -447,7 +531,9 @@ NONE_CALLS_FOR = "nothing in config.json calls for"
         ("gptq", f"{UP}.weight", torch.ones(1), NONE_CALLS_FOR),
     ],
 )
-def test_parts_that_do_not_fit_are_refused_before_a_process_starts(kind, name, tensor, reason):
+def test_parts_that_do_not_fit_are_refused_before_a_process_starts(
+    kind, name, tensor, reason
+):
     folder, _ = quantized(model(), kind)
     tensors = load_file(folder / "model.safetensors")
     if tensor is None:
@@ -476,6 +562,8 @@ def test_scales_of_all_float_types_are_read():
     tensors = load_file(folder / "model.safetensors")
     for name in tensors:
         if re.search("k_proj.weight_scale|v_proj.weight_scale", name):
-            tensors[name] = tensors[name].to(torch.bfloat16 if "k_proj" in name else torch.float16)
+            tensors[name] = tensors[name].to(
+                torch.bfloat16 if "k_proj" in name else torch.float16
+            )
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     assert (computed(folder) - expected).abs().max() < 0.1 * expected.abs().max()

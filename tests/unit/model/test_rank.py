@@ -49,7 +49,11 @@ def with_gpu(monkeypatch):
 def test_a_gpu_takes_longer_steps_and_its_pool_is_sized_later():
     plan = plan_rank(config_for("auto"), 1)
     assert plan.device == torch.device("cuda", 0)
-    assert (plan.max_num_batched_tokens, plan.max_num_seqs, plan.num_blocks) == (2048, 256, 0)
+    assert (plan.max_num_batched_tokens, plan.max_num_seqs, plan.num_blocks) == (
+        2048,
+        256,
+        0,
+    )
     on_cpu = plan_rank(config_for("cpu"), 1)
     assert (on_cpu.max_num_batched_tokens, on_cpu.max_num_seqs) == (512, 64)
 
@@ -60,7 +64,11 @@ def test_a_gpu_takes_longer_steps_and_its_pool_is_sized_later():
     [
         (2, {}, "2 ranks .* this node sees 1"),
         (1, {"head_dim": 48, "num_heads": 2}, "heads of 48"),
-        (1, {"num_heads": 33, "num_kv_heads": 1, "head_dim": 32}, "33 query heads share a KV head"),
+        (
+            1,
+            {"num_heads": 33, "num_kv_heads": 1, "head_dim": 32},
+            "33 query heads share a KV head",
+        ),
     ],
 )
 def test_what_gpus_lack_runs_on_the_cpu_and_says_why(num_ranks, model, reason, caplog):
@@ -80,7 +88,9 @@ def test_gpus_compute_latent_attention_for_rows_that_fit_their_kernels():
     assert plan_rank(config, 1).device.type == "cuda"
     for latent, rotated in ((640, 8), (32, 128)):
         fields = {"kv_lora_rank": latent, "qk_rope_head_dim": rotated}
-        large = with_values(config, {"model.path": str(foreign_folder("deepseek_v3", **fields))})
+        large = with_values(
+            config, {"model.path": str(foreign_folder("deepseek_v3", **fields))}
+        )
         with pytest.raises(
             ConfigError, match=f"latent rows of {latent} and {rotated} numbers have"
         ):
@@ -89,11 +99,15 @@ def test_gpus_compute_latent_attention_for_rows_that_fit_their_kernels():
 
 @pytest.mark.usefixtures("with_gpu")
 def test_gpus_choose_keys_by_indexes_that_fit_their_kernels():
-    config = compute_config(foreign_folder("deepseek_v32", index_n_heads=64, index_head_dim=128))
+    config = compute_config(
+        foreign_folder("deepseek_v32", index_n_heads=64, index_head_dim=128)
+    )
     config = with_values(config, {"engine.device": "cuda"})
     assert plan_rank(config, 1).device.type == "cuda"
     for fields in ({"index_n_heads": 65}, {"index_head_dim": 136}):
-        large = with_values(config, {"model.path": str(foreign_folder("deepseek_v32", **fields))})
+        large = with_values(
+            config, {"model.path": str(foreign_folder("deepseek_v32", **fields))}
+        )
         with pytest.raises(ConfigError, match=r"an index of .* has no CUDA kernel"):
             plan_rank(large, 1)
 
@@ -106,13 +120,17 @@ def test_a_gpu_without_bf16_products_is_refused_by_its_capability(monkeypatch):
 
 
 @pytest.mark.usefixtures("with_gpu")
-def test_each_rank_has_a_gpu_of_its_own_which_is_the_first_that_its_process_sees(monkeypatch):
+def test_each_rank_has_a_gpu_of_its_own_which_is_the_first_that_its_process_sees(
+    monkeypatch,
+):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     monkeypatch.setattr(rank, "gpus_of", gpus_of)
     config = config_for("cuda")
     plan = plan_rank(config, 2)
     assert (plan.device, plan.num_blocks) == (torch.device("cuda", 0), 0)
-    seen = [dict(environment_of(one, config.engine, is_on_gpus=True)) for one in range(2)]
+    seen = [
+        dict(environment_of(one, config.engine, is_on_gpus=True)) for one in range(2)
+    ]
     assert [one["CUDA_VISIBLE_DEVICES"] for one in seen] == ["4,6", "6,4"]
     assert len(environment_of(1, config.engine, is_on_gpus=False)) == 1
 
@@ -121,8 +139,18 @@ def test_each_rank_has_a_gpu_of_its_own_which_is_the_first_that_its_process_sees
     ("cuda", "in_dev", "error", "line"),
     [
         (None, 1, "", "this torch is built without CUDA: install a build with it"),
-        ("13.0", 0, "Found no NVIDIA driver on your system.", "install the driver, or use"),
-        ("13.0", 1, "CUDA driver initialization failed", "check it and its driver with nvidia-smi"),
+        (
+            "13.0",
+            0,
+            "Found no NVIDIA driver on your system.",
+            "install the driver, or use",
+        ),
+        (
+            "13.0",
+            1,
+            "CUDA driver initialization failed",
+            "check it and its driver with nvidia-smi",
+        ),
         ("13.0", 1, "", "CUDA_VISIBLE_DEVICES leaves no GPU"),
     ],
 )
@@ -142,11 +170,15 @@ def test_a_host_without_a_gpu_that_works_is_one_line(
     assert "\n" not in raised.value.message
     monkeypatch.setattr(rank, "gpus_of", lambda _number: ("0",) if error else ())
     if in_dev and error:  # it does not work, and nobody has hidden it
-        with pytest.raises(ConfigError, match=rf"engine\.device: .*{line}.*; --device cpu"):
+        with pytest.raises(
+            ConfigError, match=rf"engine\.device: .*{line}.*; --device cpu"
+        ):
             plan_rank(config_for("auto"), 1)
         return
     assert plan_rank(config_for("auto"), 1).device.type == "cpu"
-    assert [line in record.fields["reason"] for record in caplog.records] == [True] * in_dev
+    assert [line in record.fields["reason"] for record in caplog.records] == [
+        True
+    ] * in_dev
 
 
 def test_a_pool_takes_nine_tenths_of_what_the_largest_steps_leave(monkeypatch):
@@ -172,7 +204,9 @@ def test_a_pool_takes_nine_tenths_of_what_the_largest_steps_leave(monkeypatch):
     )
     steps = (probe, 24, 6, MAX_LEN, CacheConfig())
     assert cuda_start.free_for_pool(*steps) == int(0.9 * (60 - 2 * 2) * gib)
-    assert ran == [(24, 1), (6, 6)], "a whole chunk, then as many sequences as a step takes"
+    assert ran == [(24, 1), (6, 6)], (
+        "a whole chunk, then as many sequences as a step takes"
+    )
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (3 * gib, 80 * gib))
     assert cuda_start.free_for_pool(*steps) == 0
 
@@ -190,33 +224,60 @@ MEMORY = GpuMemory(free=1 << 30, total=80 << 30, ours=9 << 30)
             "or lower cache.memory_mib",
         ),
         (
-            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(h)"),
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(h)"
+            ),
             "the GPU has no memory left while it loads the model",
         ),
         (
-            torch.AcceleratorError("CUDA error: all CUDA-capable devices are busy or unavailable"),
+            torch.AcceleratorError(
+                "CUDA error: all CUDA-capable devices are busy or unavailable"
+            ),
             "another program has exclusive use of the GPU",
         ),
         (
-            subprocess.CalledProcessError(1, ["gcc"], "cuda_utils.c: fatal error: Python.h"),
+            subprocess.CalledProcessError(
+                1, ["gcc"], "cuda_utils.c: fatal error: Python.h"
+            ),
             "Triton compiles its launcher here: install a C compiler and Python's headers",
         ),
-        (RuntimeError("Failed to find C compiler. Please specify via CC"), "Triton compiles its"),
-        (AssertionError("libcuda.so cannot found!\nPossible files"), "the driver's libcuda.so was"),
-        (FileNotFoundError(2, "No such file", "/sbin/ldconfig"), "the driver's libcuda.so was not"),
-        (OutOfResources(139_264, 101_376, "shared memory"), "a kernel needs more shared memory"),
-        (PTXASError("PTXAS error: sm_999 is unknown"), "Triton's assembler does not know this GPU"),
         (
-            torch.AcceleratorError("CUDA error: no kernel image is available\nMore lines"),
+            RuntimeError("Failed to find C compiler. Please specify via CC"),
+            "Triton compiles its",
+        ),
+        (
+            AssertionError("libcuda.so cannot found!\nPossible files"),
+            "the driver's libcuda.so was",
+        ),
+        (
+            FileNotFoundError(2, "No such file", "/sbin/ldconfig"),
+            "the driver's libcuda.so was not",
+        ),
+        (
+            OutOfResources(139_264, 101_376, "shared memory"),
+            "a kernel needs more shared memory",
+        ),
+        (
+            PTXASError("PTXAS error: sm_999 is unknown"),
+            "Triton's assembler does not know this GPU",
+        ),
+        (
+            torch.AcceleratorError(
+                "CUDA error: no kernel image is available\nMore lines"
+            ),
             "this torch has no code for this GPU",
         ),
         (
-            torch.AcceleratorError("CUDA error: an illegal memory access\nCUDA kernel errors"),
+            torch.AcceleratorError(
+                "CUDA error: an illegal memory access\nCUDA kernel errors"
+            ),
             "the GPU failed while it loads the model: CUDA error: an illegal memory access; see",
         ),
     ],
 )
-def test_what_a_gpu_says_at_the_start_is_one_line_that_says_what_to_do(monkeypatch, error, line):
+def test_what_a_gpu_says_at_the_start_is_one_line_that_says_what_to_do(
+    monkeypatch, error, line
+):
     monkeypatch.setattr(cuda_start, "memory_of", lambda _device: MEMORY)
     with (
         pytest.raises(NodeError) as raised,
@@ -227,7 +288,9 @@ def test_what_a_gpu_says_at_the_start_is_one_line_that_says_what_to_do(monkeypat
     assert "\n" not in raised.value.message
 
 
-def test_a_node_whose_gpu_cannot_be_used_shares_the_memory_of_its_host(monkeypatch, caplog):
+def test_a_node_whose_gpu_cannot_be_used_shares_the_memory_of_its_host(
+    monkeypatch, caplog
+):
     """Two nodes with a GPU each that both compute on the CPU must not take its memory twice."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     caplog.set_level("INFO")
@@ -239,15 +302,23 @@ def test_a_node_whose_gpu_cannot_be_used_shares_the_memory_of_its_host(monkeypat
         caches.append((cache["shared_by"], cache.get("gpu_shared_by", 1)))
     nodes.stop()
     assert caches == [(3, 2), (3, 1), (3, 2)]
-    said = [record.fields for record in caplog.records if "shares its GPU" in record.getMessage()]
-    assert said == [{"node": name, "gpu": "4", "nodes": 2} for name in ("prefill-0", "decode-1")]
+    said = [
+        record.fields
+        for record in caplog.records
+        if "shares its GPU" in record.getMessage()
+    ]
+    assert said == [
+        {"node": name, "gpu": "4", "nodes": 2} for name in ("prefill-0", "decode-1")
+    ]
 
 
 def test_a_pool_without_a_setting_takes_a_share_of_free_memory_and_no_more_than_is_of_use(
     monkeypatch,
 ):
     def blocks(available: int, shared_by: int = 1) -> int:
-        monkeypatch.setattr("baton.model.runner.kv_cache.available_bytes", lambda: available)
+        monkeypatch.setattr(
+            "baton.model.runner.kv_cache.available_bytes", lambda: available
+        )
         config = config_for("cpu")
         cache = CacheConfig(shared_by=shared_by)
         return plan_rank(msgspec.structs.replace(config, cache=cache), 1).num_blocks
@@ -268,8 +339,12 @@ def test_nodes_that_share_a_gpu_take_equal_parts_whichever_looks_first():
     first = cuda_start.left_to_take(total - weights, total, weights, two)
     second = cuda_start.left_to_take(total - 2 * weights - first, total, weights, two)
     assert (first, second) == (total // 2 - weights - cuda_start.CONTEXT_BYTES,) * 2
-    assert cuda_start.left_to_take(first // 4, total, weights, two) == first // 4  # others use more
-    assert cuda_start.left_to_take(total - weights, total, weights, alone) == total - weights
+    # Others use more.
+    assert cuda_start.left_to_take(first // 4, total, weights, two) == first // 4
+    assert (
+        cuda_start.left_to_take(total - weights, total, weights, alone)
+        == total - weights
+    )
 
 
 @pytest.fixture
@@ -280,17 +355,25 @@ def config():
 def test_a_node_says_how_it_computes(config):
     """Equal for equal loads, and another for other products; true only if all parts keep bits."""
     with loaded(config) as one, loaded(config) as again:
-        linears_keep = all(linear.is_batch_invariant for linear in one.decoder.linears())
-        assert is_batch_invariant(one) == (linears_keep and one.backend.is_batch_invariant)
+        linears_keep = all(
+            linear.is_batch_invariant for linear in one.decoder.linears()
+        )
+        assert is_batch_invariant(one) == (
+            linears_keep and one.backend.is_batch_invariant
+        )
         assert compute_path(one) == compute_path(again)
         assert compute_path(one).startswith(f"{one.backend.name}-")
         layer = one.decoder.layers[1]
         gate_up, down = layer.mlp.linears()
         mlp = DenseMlp(gate_up, Linear(down.weight))
         unruled = dataclasses.replace(layer, mlp=mlp)
-        one.decoder = dataclasses.replace(one.decoder, layers=(one.decoder.layers[0], unruled))
+        one.decoder = dataclasses.replace(
+            one.decoder, layers=(one.decoder.layers[0], unruled)
+        )
         assert not is_batch_invariant(one)
-    other = compute_config(model_folder("qwen3", num_layers=2), "bfloat16", num_blocks=32)
+    other = compute_config(
+        model_folder("qwen3", num_layers=2), "bfloat16", num_blocks=32
+    )
     with loaded(config) as one, loaded(other) as lower:
         assert compute_path(one) != compute_path(lower)
 
@@ -322,7 +405,10 @@ def test_nodes_with_fp8_blocks_and_without_refuse_each_other(config):
         assert compute_path(plain) != compute_path(other)
     layouts = [plan_rank(one, 1).layout for one in (narrow, config)]
     assert layouts[0].block_bytes * 4 * 32 == layouts[1].block_bytes * 33
-    infos = [msgspec.structs.replace(node_info("p", "prefill"), layout=one) for one in layouts]
+    infos = [
+        msgspec.structs.replace(node_info("p", "prefill"), layout=one)
+        for one in layouts
+    ]
     assert differences(*infos) == {
         "layout_mismatch": "its KV blocks have another layout "
         "(2 full-fp8 layers of 32, not 2 full layers of 32)"
@@ -332,5 +418,7 @@ def test_nodes_with_fp8_blocks_and_without_refuse_each_other(config):
 @pytest.mark.parametrize("kind", ["deepseek_v2", "olmo2"])
 def test_latent_rows_and_transformers_code_have_no_fp8_blocks(kind):
     config = compute_config(foreign_folder(kind), kv_cache_dtype="fp8")
-    with pytest.raises(ConfigError, match=r"engine\.kv_cache_dtype: fp8 is not supported where"):
+    with pytest.raises(
+        ConfigError, match=r"engine\.kv_cache_dtype: fp8 is not supported where"
+    ):
         plan_rank(config, 1)

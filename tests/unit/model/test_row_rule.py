@@ -7,7 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.model.batch_invariance.host_linears import NUM_ROWS, trial_bias, trial_rows, trial_weight
+from baton.model.batch_invariance.host_linears import (
+    NUM_ROWS,
+    trial_bias,
+    trial_rows,
+    trial_weight,
+)
 from baton.model.batch_invariance.row_rule import (
     FEW_TILES,
     MIN_ROWS,
@@ -20,7 +25,12 @@ from baton.model.batch_invariance.row_rule import (
     find_rule,
     num_threads,
 )
-from tests.support.scripted_library import OrderOf, RowPosition, ScriptedLibrary, differing
+from tests.support.scripted_library import (
+    OrderOf,
+    RowPosition,
+    ScriptedLibrary,
+    differing,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -45,11 +55,21 @@ def tiles(order_of: OrderOf, threads: int = 1) -> tuple[int, ...]:
 # of 600; each line is a dtype or a shape.
 @pytest.mark.parametrize(
     "others",
-    [range(1, 16), range(1, 9), range(20, 37), range(2, 37), range(33, 301), range(96, 401), ()],
+    [
+        range(1, 16),
+        range(1, 9),
+        range(20, 37),
+        range(2, 37),
+        range(33, 301),
+        range(96, 401),
+        (),
+    ],
     ids=str,
 )
 def test_the_set_of_tiles_that_serves_few_and_many_rows_is_preferred(others):
-    assert tiles(differing(others)) == tuple(tile for tile in TILES if tile not in others)
+    assert tiles(differing(others)) == tuple(
+        tile for tile in TILES if tile not in others
+    )
 
 
 def test_a_library_that_never_repeats_itself_has_no_rule():
@@ -70,7 +90,8 @@ def test_neighbours_that_change_bits_are_noticed():
 
     def product(x: Tensor) -> Tensor:
         y = library.product(x)
-        if len(x) == 8:  # as if a row's sums had been joined with those of the row before
+        # As if a row's sums had been joined with those of the row before.
+        if len(x) == 8:
             y += x.roll(1, 0).sum(dim=1, keepdim=True) * 1e-6
         return y
 
@@ -81,7 +102,9 @@ def test_neighbours_that_change_bits_are_noticed():
 
 def test_large_tiles_prove_nothing_by_themselves():
     """A product of one row has an order of its own here, and that alone is a rule."""
-    library = ScriptedLibrary(lambda at: 0 if at.num_rows > SMALL_TILE else 1 + at.place)
+    library = ScriptedLibrary(
+        lambda at: 0 if at.num_rows > SMALL_TILE else 1 + at.place
+    )
     rule = find_rule(library.product, library.pool, TILES)
     assert rule is not None
     assert rule.tiles == (1,)
@@ -125,7 +148,9 @@ def test_any_number_of_rows_is_computed_to_the_same_bits(num_rows, others):
     x = library.pool[torch.arange(num_rows) % NUM_ROWS]
     y = rule.compute(library.product, x)
     assert set(library.asked) <= set(rule.tiles)
-    alone = torch.cat([rule.compute(library.product, library.pool[i : i + 1]) for i in range(8)])
+    alone = torch.cat(
+        [rule.compute(library.product, library.pool[i : i + 1]) for i in range(8)]
+    )
     assert torch.equal(y, alone[torch.arange(num_rows) % NUM_ROWS])
 
 
@@ -133,7 +158,9 @@ def rule_of(*tiles: int) -> RowRule:
     return RowRule([Trial(tile, b"") for tile in tiles])
 
 
-@pytest.mark.parametrize("some", [TILES, FEW_TILES, SLOW_TILES, (16,), (1, 512), (24, 96)])
+@pytest.mark.parametrize(
+    "some", [TILES, FEW_TILES, SLOW_TILES, (16,), (1, 512), (24, 96)]
+)
 def test_pieces_hold_all_rows_and_none_holds_padding_alone(some):
     rule = rule_of(*some)
     for num_rows in range(1, 2 * max(some) + 40):
@@ -150,9 +177,15 @@ def test_another_order_of_the_sum_shows_in_nearly_every_output(dtype, inputs):
     exact = rows.double() @ weight.double().T
     largest = rows.double().abs() @ weight.double().abs().T
     assert (exact.abs() < 1e-12 * largest).all()
-    orders = [torch.randperm(inputs, generator=torch.Generator().manual_seed(i)) for i in (0, 1)]
+    orders = [
+        torch.randperm(inputs, generator=torch.Generator().manual_seed(i))
+        for i in (0, 1)
+    ]
     one, other = (
-        sum((rows[:, k, None].float() * weight[:, k].float() for k in order), torch.zeros(8, 100))
+        sum(
+            (rows[:, k, None].float() * weight[:, k].float() for k in order),
+            torch.zeros(8, 100),
+        )
         for order in orders
     )
     assert (one.to(dtype) != other.to(dtype)).float().mean() > 0.9
@@ -162,9 +195,16 @@ def test_another_order_of_the_sum_shows_in_nearly_every_output(dtype, inputs):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_trial_data_holds_the_same_numbers_on_every_machine(dtype):
     """Two nodes compare digests of what they compute from it."""
-    numbers = torch.cat((trial_weight(70, 33, dtype).flatten(), trial_rows(33, dtype).flatten()))
+    numbers = torch.cat(
+        (trial_weight(70, 33, dtype).flatten(), trial_rows(33, dtype).flatten())
+    )
     digest = hashlib.sha256(numbers.float().numpy().tobytes()).hexdigest()[:16]
-    assert digest == {torch.float32: "b8a621c56dd720a9", torch.bfloat16: "58a15bed8931345e"}[dtype]
+    assert (
+        digest
+        == {torch.float32: "b8a621c56dd720a9", torch.bfloat16: "58a15bed8931345e"}[
+            dtype
+        ]
+    )
 
 
 @pytest.mark.parametrize(

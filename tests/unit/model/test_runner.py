@@ -14,7 +14,9 @@ PROMPT = random_tokens(37)
 
 @pytest.fixture
 def runner():
-    with loaded(compute_config(model_folder("qwen3", num_layers=2), num_blocks=32)) as it:
+    with loaded(
+        compute_config(model_folder("qwen3", num_layers=2), num_blocks=32)
+    ) as it:
         yield it
 
 
@@ -43,14 +45,20 @@ def test_copies_run_in_the_order_given(runner, text):
     runner.cache.pool[1] = 1.0
     runner.cache.pool[2] = 2.0
     runner.execute(StepPlan(1, (text.chunk(0, 5),), copies=((1, 20), (2, 1), (20, 21))))
-    assert [runner.cache.pool[block].unique().item() for block in (20, 1, 21)] == [1.0, 2.0, 1.0]
+    assert [runner.cache.pool[block].unique().item() for block in (20, 1, 21)] == [
+        1.0,
+        2.0,
+        1.0,
+    ]
 
 
 def test_a_sequence_without_numbers_fails_alone_and_the_node_steps_on(runner):
     """Its next step is launched already, with the token that could not be sampled."""
     whole = Text("whole", PROMPT, (9, 4, 7))
     broken = Text("broken", random_tokens(20, 1), (30, 31))
-    prompts = StepPlan(1, (whole.chunk(0, 37, sample=True), broken.chunk(0, 20, sample=True)))
+    prompts = StepPlan(
+        1, (whole.chunk(0, 37, sample=True), broken.chunk(0, 20, sample=True))
+    )
     expected = runner.execute(prompts).tokens
     runner.cache.pool[30] = float("nan")
     steps = next_step(whole, 37), next_step(broken, 20)

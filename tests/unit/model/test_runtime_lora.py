@@ -21,14 +21,23 @@ from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
 from tests.support.adapters import merged, write_adapter
 from tests.support.checkpoints import model_folder
-from tests.support.compute import Text, compute_config, loaded, logits, needs_rules, random_tokens
+from tests.support.compute import (
+    Text,
+    compute_config,
+    loaded,
+    logits,
+    needs_rules,
+    random_tokens,
+)
 from tests.support.foreign_checkpoints import foreign_folder
 from tests.support.thread_ranks import on_all, thread_ranks
 
 TOKENS = random_tokens(60, vocab=512)
 
 
-def with_room(folder: Path, dtype: str = "float32", modules: tuple[str, ...] = ()) -> ClusterConfig:
+def with_room(
+    folder: Path, dtype: str = "float32", modules: tuple[str, ...] = ()
+) -> ClusterConfig:
     config = compute_config(folder, dtype, lora_modules=modules)
     model = msgspec.structs.replace(
         config.model, allow_runtime_lora_updating=True, max_loras=2, max_lora_rank=8
@@ -56,14 +65,24 @@ def expected(folder: Path) -> torch.Tensor:
 @pytest.mark.parametrize("family", ["qwen2", "phi3"])
 def test_it_computes_what_its_merged_weights_compute(family):
     fused = ("qkv_proj", "gate_up_proj")
-    model = foreign_folder(family) if family == "phi3" else model_folder(family, num_layers=2)
-    targets = fused if family == "phi3" else ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
+    model = (
+        foreign_folder(family)
+        if family == "phi3"
+        else model_folder(family, num_layers=2)
+    )
+    targets = (
+        fused
+        if family == "phi3"
+        else ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
+    )
     adapter = write_adapter(model, targets, rank=5)
     theirs = expected(merged(model, adapter, 16 / 5))
     with loaded(with_room(model)) as runner:
         plain = computed(runner, "")
         put(runner, model, adapter, "mine", 1)
-        assert (computed(runner, "mine") - theirs).abs().max() < 2e-5 * theirs.abs().max()
+        assert (
+            computed(runner, "mine") - theirs
+        ).abs().max() < 2e-5 * theirs.abs().max()
         assert torch.equal(computed(runner, ""), plain)
 
     def of_rank(member: SharedMemoryRanks) -> torch.Tensor:
@@ -79,7 +98,9 @@ def test_it_computes_what_its_merged_weights_compute(family):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_others_keep_their_bits_and_a_slot_takes_the_next(dtype):
     model = model_folder("qwen2", num_layers=2)
-    first, one, two = (write_adapter(model, rank=4 + seed, seed=seed) for seed in range(3))
+    first, one, two = (
+        write_adapter(model, rank=4 + seed, seed=seed) for seed in range(3)
+    )
     with loaded(with_room(model, dtype, (f"first={first}",))) as runner:
         needs_rules(runner)
         before = {lora: computed(runner, lora) for lora in ("", "first")}
@@ -113,12 +134,15 @@ def test_an_adapter_that_does_not_fit_changes_nothing():
         with pytest.raises(ConfigError, match=r"No such file"):
             put(runner, model, Path("/nowhere"), "gone", 0)
     with loaded(compute_config(model)) as runner:
-        assert not list(runner.decoder.of_adapters)  # without the setting, it costs nothing
+        # Without the setting, it costs nothing.
+        assert not list(runner.decoder.of_adapters)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3"])
 def test_models_without_adapters_have_no_room_for_them(family):
-    with pytest.raises(ConfigError, match=r"model\.allow_runtime_lora_updating: latent"):
+    with pytest.raises(
+        ConfigError, match=r"model\.allow_runtime_lora_updating: latent"
+    ):
         plan_rank(with_room(foreign_folder(family)), 1)
 
 
@@ -155,14 +179,18 @@ def test_experts_are_changed_by_adapters_of_the_settings_alone():
     of_attention = write_adapter(model, ("q_proj",))
     with loaded(with_room(model, modules=(f"experts={of_experts}",))) as runner:
         alone = {lora: computed(runner, lora) for lora in ("", "experts")}
-        with pytest.raises(ConfigError, match=r"experts\.0\.up_proj, which only adapters of"):
+        with pytest.raises(
+            ConfigError, match=r"experts\.0\.up_proj, which only adapters of"
+        ):
             put(runner, model, of_experts, "more", 0)
         put(runner, model, of_attention, "mine", 0)
         texts = [
             Text(f"{place}", TOKENS, range(5 * place, 5 * place + 5), lora)
             for place, lora in enumerate(("mine", "experts", ""))
         ]
-        mine, experts, plain = logits(runner, *(text.chunk(0, len(TOKENS)) for text in texts))
+        mine, experts, plain = logits(
+            runner, *(text.chunk(0, len(TOKENS)) for text in texts)
+        )
         assert torch.equal(mine, computed(runner, "mine"))
         assert torch.equal(experts, alone["experts"])
         assert torch.equal(plain, alone[""])
@@ -178,6 +206,8 @@ def test_a_head_of_its_own_comes_and_goes_with_an_adapter():
         before = computed(runner, "two")
         put(runner, model, one, "one", 0)
         theirs = expected(merged(model, one, 16 / 4))
-        assert (computed(runner, "one") - theirs).abs().max() < 2e-5 * theirs.abs().max()
+        assert (
+            computed(runner, "one") - theirs
+        ).abs().max() < 2e-5 * theirs.abs().max()
         put(runner, model, two, "two again", 0)
         assert torch.equal(computed(runner, "two again"), before)

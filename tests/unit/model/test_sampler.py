@@ -21,7 +21,12 @@ from baton.model.batch_invariance.row_rule import num_threads
 from baton.model.sampling.logprobs import packed_logprobs, packed_prompt
 from baton.model.sampling.logprobs import unpacked_logprobs as unpacked
 from baton.model.sampling.penalties import CountedTokens, packed, penalize
-from baton.model.sampling.sampler import Sampler, SampleRow, apply_masks, apply_masks_on_device
+from baton.model.sampling.sampler import (
+    Sampler,
+    SampleRow,
+    apply_masks,
+    apply_masks_on_device,
+)
 from baton.model.sampling.sampler import compiled as compiled_kernel
 from baton.protocol.sampling import Penalties, Sampling
 
@@ -46,7 +51,10 @@ def row(
 
 
 def logits_of(num_rows: int, vocab: int, seed: int = 0) -> Tensor:
-    return torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(seed)) * 1.5
+    return (
+        torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(seed))
+        * 1.5
+    )
 
 
 def draws(sampler: Sampler, logits: Tensor, num: int, **fields: float) -> Counter[int]:
@@ -61,10 +69,14 @@ def assert_fits(seen: Counter[int], probabilities: Tensor, num: int) -> None:
     for token, probability in enumerate(probabilities.tolist()):
         spread = math.sqrt(num * probability * (1 - probability))
         allowed = 5 * spread + 1 if probability > 0 else 0
-        assert abs(seen[token] - num * probability) <= allowed, f"token {token}: {seen[token]}"
+        assert abs(seen[token] - num * probability) <= allowed, (
+            f"token {token}: {seen[token]}"
+        )
 
 
-@pytest.mark.parametrize(("temperature", "seed"), [(0.5, 0), (1.0, 1), (1.0, 2**62), (2.0, -5)])
+@pytest.mark.parametrize(
+    ("temperature", "seed"), [(0.5, 0), (1.0, 1), (1.0, 2**62), (2.0, -5)]
+)
 def test_draws_follow_the_softmax_at_that_temperature(sampler, temperature, seed):
     logits = logits_of(1, 50)
     seen = draws(sampler, logits, 20_000, temperature=temperature, seed=seed)
@@ -94,7 +106,9 @@ def kept_by_reference(logits: Tensor, sampling: Sampling) -> Tensor:
     probabilities = torch.softmax(logits.double() / sampling.temperature, -1)
     kept = probabilities >= sampling.min_p * probabilities.max()
     if sampling.top_k:
-        order = torch.where(kept, probabilities, 0).argsort(descending=True, stable=True)
+        order = torch.where(kept, probabilities, 0).argsort(
+            descending=True, stable=True
+        )
         kept[order[sampling.top_k :]] = False
     left = torch.where(kept, probabilities, 0)
     left /= left.sum()
@@ -175,15 +189,26 @@ SAMPLINGS = st.builds(
     min_p=st.sampled_from([0.0, 0.05, 1.0]),
 )
 ROWS = st.builds(
-    SampleRow, SAMPLINGS, st.integers(0, 127), st.integers(0, 10**6), st.integers(0, 100)
+    SampleRow,
+    SAMPLINGS,
+    st.integers(0, 127),
+    st.integers(0, 10**6),
+    st.integers(0, 100),
 )
 
 
-@given(st.lists(ROWS, min_size=1, max_size=9), st.randoms(use_true_random=False), st.integers(1, 9))
+@given(
+    st.lists(ROWS, min_size=1, max_size=9),
+    st.randoms(use_true_random=False),
+    st.integers(1, 9),
+)
 def test_a_row_draws_the_same_alone_and_in_any_batch(sampler, rows, random, seed):
     logits = logits_of(len(rows), 1237, seed)
     together = sampler.sample_rows(logits.clone(), rows)
-    alone = [sampler.sample_rows(logits[i : i + 1].clone(), [rows[i]])[0] for i in range(len(rows))]
+    alone = [
+        sampler.sample_rows(logits[i : i + 1].clone(), [rows[i]])[0]
+        for i in range(len(rows))
+    ]
     assert together == alone
     order = list(range(len(rows)))
     random.shuffle(order)
@@ -198,20 +223,34 @@ SHAPES = [(7, 1.5), (16, 0.0), (301, 0.1), (1237, 6.0), (1237, 0.5), (50_257, 1.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernel_draws_the_tokens_that_torch_draws(vocab, spread, dtype):
     """Every combination of filters; bf16 gives equal logits, and some tokens cannot be drawn."""
-    filters = itertools.product([0.0, 0.3, 1.7], [0, 1, 40], [0.0, 0.02, 1.0], [0.05, 0.9, 1.0])
+    filters = itertools.product(
+        [0.0, 0.3, 1.7], [0, 1, 40], [0.0, 0.02, 1.0], [0.05, 0.9, 1.0]
+    )
     rows = [
-        row(number, seed=number - 9, temperature=t, top_k=k, min_p=m, top_p=p, choice=number % 5)
+        row(
+            number,
+            seed=number - 9,
+            temperature=t,
+            top_k=k,
+            min_p=m,
+            top_p=p,
+            choice=number % 5,
+        )
         for number, (t, k, m, p) in enumerate(filters)
     ]
     logits = (logits_of(len(rows), vocab) * spread).to(dtype).float()
     logits[:, ::5] = -math.inf
-    assert compiled().sample_rows(logits.clone(), rows) == Sampler().sample_rows(logits, rows)
+    assert compiled().sample_rows(logits.clone(), rows) == Sampler().sample_rows(
+        logits, rows
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_logits_that_say_nothing_still_give_a_token(sampler, temperature, value):
-    assert sampler.sample_rows(torch.full((1, 20), value), [row(temperature=temperature)]) == [0]
+    assert sampler.sample_rows(
+        torch.full((1, 20), value), [row(temperature=temperature)]
+    ) == [0]
 
 
 def test_threads_do_not_change_a_token(monkeypatch):
@@ -229,7 +268,9 @@ PINNED = [1, 38, 54, 57, 17, 62, 33, 3]
 
 def test_draws_are_pinned_across_releases(sampler):
     """Nodes of two versions may continue one another's sequences."""
-    rows = [row(position, choice=position % 3, seed=position - 4) for position in range(8)]
+    rows = [
+        row(position, choice=position % 3, seed=position - 4) for position in range(8)
+    ]
     assert sampler.sample_rows(torch.zeros(8, 64), rows) == PINNED
 
 
@@ -274,9 +315,18 @@ def changed(
         logits[token_id] -= penalties.presence + count * penalties.frequency
 
 
-@given(st.lists(st.tuples(PENALTIES, TOKENS, TOKENS, st.integers(0, 150)), min_size=1, max_size=3))
+@given(
+    st.lists(
+        st.tuples(PENALTIES, TOKENS, TOKENS, st.integers(0, 150)),
+        min_size=1,
+        max_size=3,
+    )
+)
 def test_they_are_what_their_formulas_say_however_the_tokens_came(cases):
-    logits = torch.randn(2 * len(cases), VOCAB, generator=torch.Generator().manual_seed(3)) * 9
+    logits = (
+        torch.randn(2 * len(cases), VOCAB, generator=torch.Generator().manual_seed(3))
+        * 9
+    )
     expected = logits.double()
     by_sample = {}
     for index, (penalties, prompt, output, cut) in enumerate(cases):
@@ -298,7 +348,8 @@ NUM_TOP = 5
 
 def tied_logits(vocab: int, num_rows: int = 70) -> Tensor:
     generator = torch.Generator().manual_seed(vocab)
-    return (torch.randn(num_rows, vocab, generator=generator) * 4).bfloat16().float()  # many ties
+    # Many ties.
+    return (torch.randn(num_rows, vocab, generator=generator) * 4).bfloat16().float()
 
 
 @pytest.mark.parametrize("vocab", [997, 1024, 32_003])
@@ -313,7 +364,9 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(vocab):
                 found = packed_logprobs(alone, token_ids[row : row + 1], NUM_TOP)
             assert torch.equal(found[0], batch[row])
     with num_threads(3):
-        assert torch.equal(packed_prompt(lambda x: x, logits, token_ids, NUM_TOP), batch)
+        assert torch.equal(
+            packed_prompt(lambda x: x, logits, token_ids, NUM_TOP), batch
+        )
 
 
 def test_the_values_ranks_and_likeliest_are_those_of_the_softmax():

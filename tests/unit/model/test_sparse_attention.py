@@ -25,7 +25,13 @@ from tests.support.compute import (
     logits,
     needs_rules,
 )
-from tests.support.foreign_checkpoints import LENGTH, assert_close, changed, foreign_folder, whole
+from tests.support.foreign_checkpoints import (
+    LENGTH,
+    assert_close,
+    changed,
+    foreign_folder,
+    whole,
+)
 from tests.support.oracle import Oracle, count_ties, prompt
 
 KINDS = ("deepseek_v32", "glm_moe_dsa")
@@ -47,7 +53,8 @@ def test_tokens_are_those_that_transformers_generates(kind, length):
 
 def test_the_choice_changes_what_a_model_says():
     sparse, dense = (
-        whole(foreign_folder("deepseek_v32", index_topk=count)) for count in (20, 1 << 40)
+        whole(foreign_folder("deepseek_v32", index_topk=count))
+        for count in (20, 1 << 40)
     )
     assert_close(sparse[:20], dense[:20])
     assert ((sparse - dense).abs().amax(dim=1) > 0.01)[40:].all()
@@ -77,7 +84,9 @@ def test_rows_that_are_asked_for_alone_have_the_bits_of_all(kind):
         batch = runner.pack(slices)
         for rows in ([29, 59], [0, 35, 49, 50, 51], [49], []):
             with torch.inference_mode():
-                found = runner.decoder.forward(batch, torch.tensor(rows).long(), runner.backend)
+                found = runner.decoder.forward(
+                    batch, torch.tensor(rows).long(), runner.backend
+                )
             assert torch.equal(found, expected[rows])
 
 
@@ -86,11 +95,16 @@ def test_the_keys_of_indexes_follow_the_rows_of_a_block():
         kv_layout(read_decoder_config(foreign_folder(kind)), CACHE, 1, torch.float32)
         for kind in KINDS
     ]
-    assert [[(one.kind, one.num_layers, one.width) for one in of.groups] for of in layouts] == [
+    assert [
+        [(one.kind, one.num_layers, one.width) for one in of.groups] for of in layouts
+    ] == [
         [("latent", 3, 40), ("index", 3, 24)],
         [("latent", 5, 40), ("index", 2, 24)],
     ]
-    assert [of.block_bytes for of in layouts] == [16 * 3 * 64 * 4, 16 * (5 * 40 + 2 * 24) * 4]
+    assert [of.block_bytes for of in layouts] == [
+        16 * 3 * 64 * 4,
+        16 * (5 * 40 + 2 * 24) * 4,
+    ]
 
 
 def test_a_folder_of_glm_5_is_read(tmp_path):
@@ -100,7 +114,9 @@ def test_a_folder_of_glm_5_is_read(tmp_path):
     config = read_decoder_config(tmp_path)
     layout = kv_layout(config, CACHE, 1, torch.bfloat16)
     assert layout.block_bytes == 16 * 78 * (576 + 128) * 2
-    assert config.index == IndexConfig(32, 128, 2048, is_interleaved=True, layers=tuple(range(78)))
+    assert config.index == IndexConfig(
+        32, 128, 2048, is_interleaved=True, layers=tuple(range(78))
+    )
 
 
 @pytest.mark.parametrize("types", ["FFSSS", "FSSFS"])
@@ -124,8 +140,16 @@ def test_ranks_hold_the_keys_of_indexes_each():
     ("kind", "fields", "text"),
     [
         ("deepseek_v32", {"index_topk": 0}, "index_topk"),
-        ("deepseek_v32", {"index_head_dim": 4}, "index_head_dim must be at least qk_rope_head_dim"),
-        ("deepseek_v32", {"index_head_dim": 32}, r"indexer\.wq_b\.weight has the shape"),
+        (
+            "deepseek_v32",
+            {"index_head_dim": 4},
+            "index_head_dim must be at least qk_rope_head_dim",
+        ),
+        (
+            "deepseek_v32",
+            {"index_head_dim": 32},
+            r"indexer\.wq_b\.weight has the shape",
+        ),
         ("deepseek_v32", {"q_lora_rank": None}, "q_lora_rank is missing"),
         ("deepseek_v32", {"rope_interleave": False}, "rope_interleave is false"),
         (
@@ -133,13 +157,37 @@ def test_ranks_hold_the_keys_of_indexes_each():
             {"indexer_rope_interleave": True},
             "indexer_rope_interleave must be false",
         ),
-        ("deepseek_v32", {"layer_types": ["full_attention"] * 3}, "layer_types must be indexed"),
-        ("deepseek_v32", {"indexer_types": ["full", "shared", "full"]}, "each layer must be full"),
-        ("glm_moe_dsa", {"indexer_types": ["shared"] * 5}, "the first layer must be full"),
+        (
+            "deepseek_v32",
+            {"layer_types": ["full_attention"] * 3},
+            "layer_types must be indexed",
+        ),
+        (
+            "deepseek_v32",
+            {"indexer_types": ["full", "shared", "full"]},
+            "each layer must be full",
+        ),
+        (
+            "glm_moe_dsa",
+            {"indexer_types": ["shared"] * 5},
+            "the first layer must be full",
+        ),
         ("glm_moe_dsa", {"indexer_types": ["full"]}, "full or shared for each layer"),
-        ("glm_moe_dsa", {"indexer_types": ["none"] * 5}, "full or shared for each layer"),
-        ("glm_moe_dsa", {"indexer_types": ["full"] * 5}, r"has no tensor .*1\.self_attn\.indexer"),
-        ("glm_moe_dsa", {"indexer_rope_interleave": False}, "indexer_rope_interleave must be true"),
+        (
+            "glm_moe_dsa",
+            {"indexer_types": ["none"] * 5},
+            "full or shared for each layer",
+        ),
+        (
+            "glm_moe_dsa",
+            {"indexer_types": ["full"] * 5},
+            r"has no tensor .*1\.self_attn\.indexer",
+        ),
+        (
+            "glm_moe_dsa",
+            {"indexer_rope_interleave": False},
+            "indexer_rope_interleave must be true",
+        ),
     ],
 )
 def test_an_index_that_is_not_computed_is_refused(kind, fields, text, tmp_path):

@@ -67,7 +67,12 @@ def test_a_row_has_the_same_bits_whole_in_chunks_and_in_a_crowd(kind, dtype):
         runner.cache.pool.fill_(float("nan"))
         text = Text("a", prompt(90), range(10), state=state_of(runner))
         crowd = [
-            Text(f"b{n}", prompt(30, n), range(20 + 2 * n, 22 + 2 * n), state=state_of(runner, n))
+            Text(
+                f"b{n}",
+                prompt(30, n),
+                range(20 + 2 * n, 22 + 2 * n),
+                state=state_of(runner, n),
+            )
             for n in range(1, 9)
         ]
         (expected,) = logits(runner, text.chunk(0, 90))
@@ -75,7 +80,9 @@ def test_a_row_has_the_same_bits_whole_in_chunks_and_in_a_crowd(kind, dtype):
         parts = [
             logits(runner, text.chunk(0, 33))[0],
             logits(runner, *beside, text.chunk(33, 89))[-1],
-            logits(runner, text.chunk(89, 90), *(one.chunk(29, 30) for one in crowd))[0],
+            logits(runner, text.chunk(89, 90), *(one.chunk(29, 30) for one in crowd))[
+                0
+            ],
         ]
         assert torch.equal(torch.cat(parts), expected)
         again = logits(runner, text.chunk(89, 90, num_held=1))[0]
@@ -99,7 +106,9 @@ def test_bf16_logits_are_as_near_to_fp32_as_those_of_transformers(kind):
     "kind", ["qwen3_next", "qwen3_5_text", "granitemoehybrid", "lfm2", "nemotron_h"]
 )
 def test_plain_torch_computes_the_same(kind):
-    config = with_values(compute_config(foreign_folder(kind)), {"engine.kernels": "torch"})
+    config = with_values(
+        compute_config(foreign_folder(kind)), {"engine.kernels": "torch"}
+    )
     with loaded(config) as runner:
         assert runner.backend.name == "torch"
         text = Text("a", prompt(LENGTH), range(3, 20), state=state_of(runner))
@@ -129,7 +138,9 @@ def test_an_adapter_changes_queries_that_bring_gates():
     folder = foreign_folder("qwen3_5_text")
     adapter = write_adapter(folder)
     with loaded(compute_config(folder, lora_modules=(f"mine={adapter}",))) as runner:
-        text = Text("a", prompt(LENGTH), range(3, 20), lora="mine", state=state_of(runner))
+        text = Text(
+            "a", prompt(LENGTH), range(3, 20), lora="mine", state=state_of(runner)
+        )
         found = logits(runner, text.chunk(0, LENGTH))[0]
     assert_close(found, reference(merged(folder, adapter, 2.0)), CLOSE)
 
@@ -159,7 +170,10 @@ def test_nodes_with_other_states_do_not_exchange_blocks(tmp_path):
     [
         ({"engine.kv_cache_dtype": "fp8"}, "keep a state"),
         ({"engine.tensor_parallel_size": 4}, "cannot share the states of 2 groups"),
-        ({"cache.num_blocks": 10}, "cache.num_blocks is 10, but the state of one sequence"),
+        (
+            {"cache.num_blocks": 10},
+            "cache.num_blocks is 10, but the state of one sequence",
+        ),
     ],
 )
 def test_what_states_do_not_allow_is_refused_at_start(settings, text):
@@ -206,9 +220,15 @@ def test_a_mamba_that_is_not_computed_is_refused(fields, text, tmp_path):
             {"layers_block_type": ["linear_attention", "moe", "mlp"]},
             "layer 2 is an MLP",
         ),
-        ({"layers_block_type": ["mlp", "full_attention"]}, "layer 0 is an MLP that follows"),
+        (
+            {"layers_block_type": ["mlp", "full_attention"]},
+            "layer 0 is an MLP that follows",
+        ),
         ({"layers_block_type": ["linear_attention", "moe"]}, "must have both"),
-        ({"layers_block_type": ["linear_attention", "full_attention", "conv"]}, "must name one of"),
+        (
+            {"layers_block_type": ["linear_attention", "full_attention", "conv"]},
+            "must name one of",
+        ),
         ({"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu' is not supported"),
         ({"mamba_hidden_act": "gelu"}, "mamba_hidden_act"),
         ({"n_shared_experts": 2}, "n_shared_experts must be 1"),
@@ -255,10 +275,14 @@ def test_kimi_linear_is_read_by_the_names_of_its_first_folders(tmp_path):
         first_k_dense_replace=1,
         moe_router_activation_func="sigmoid",
     )
-    assert read_decoder_config(folder) == read_decoder_config(foreign_folder("kimi_linear"))
+    assert read_decoder_config(folder) == read_decoder_config(
+        foreign_folder("kimi_linear")
+    )
     of_layers["kda_layers"] = [1, 3]
     with pytest.raises(ConfigError, match="linear_attn_config must name each layer"):
-        read_decoder_config(changed(tmp_path / "2", folder, linear_attn_config=of_layers))
+        read_decoder_config(
+            changed(tmp_path / "2", folder, linear_attn_config=of_layers)
+        )
 
 
 def test_lfm2_is_read_by_the_names_of_its_first_folders(tmp_path):
@@ -274,7 +298,8 @@ def test_lfm2_is_read_by_the_names_of_its_first_folders(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "fields"), [("granitemoehybrid", {"mamba_n_groups": 1}), ("kimi_linear", {})]
+    ("kind", "fields"),
+    [("granitemoehybrid", {"mamba_n_groups": 1}), ("kimi_linear", {})],
 )
 def test_ranks_cannot_share_one_group_of_keys(kind, fields):
     config = compute_config(foreign_folder(kind, **fields))
@@ -285,5 +310,8 @@ def test_ranks_cannot_share_one_group_of_keys(kind, fields):
 def test_a_step_without_the_blocks_of_a_state_is_a_bug():
     text = Text("a", prompt(9), range(1))
     config = compute_config(foreign_folder("qwen3_5_text"))
-    with loaded(config) as runner, pytest.raises(InvariantBroken, match="blocks hold its state"):
+    with (
+        loaded(config) as runner,
+        pytest.raises(InvariantBroken, match="blocks hold its state"),
+    ):
         runner.pack((text.chunk(0, 9),))

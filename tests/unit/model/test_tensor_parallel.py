@@ -22,7 +22,9 @@ SIZES = (2, 3, 4)
 
 
 def parts_of(size: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(size, *shape, generator=torch.Generator().manual_seed(size)).to(dtype)
+    return torch.randn(size, *shape, generator=torch.Generator().manual_seed(size)).to(
+        dtype
+    )
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -33,7 +35,9 @@ def test_all_ranks_get_the_sum_in_rank_order(size, dtype):
     for part in parts:
         total += part.float()
     with thread_ranks(size) as members:
-        sums = on_all(members, lambda member: member.all_reduce(parts[member.rank].clone()))
+        sums = on_all(
+            members, lambda member: member.all_reduce(parts[member.rank].clone())
+        )
     assert all(torch.equal(one, total.to(dtype)) for one in sums)
 
 
@@ -41,10 +45,15 @@ def test_all_ranks_get_the_sum_in_rank_order(size, dtype):
 def test_a_row_is_summed_to_the_same_bits_alone_and_in_a_batch(size):
     parts = parts_of(size, 33, 48)
     with thread_ranks(size) as members:
-        batch = on_all(members, lambda member: member.all_reduce(parts[member.rank].clone()))[0]
+        batch = on_all(
+            members, lambda member: member.all_reduce(parts[member.rank].clone())
+        )[0]
         for row in range(33):
             alone = on_all(
-                members, lambda member, row=row: member.all_reduce(parts[member.rank, row].clone())
+                members,
+                lambda member, row=row: member.all_reduce(
+                    parts[member.rank, row].clone()
+                ),
             )
             assert torch.equal(alone[0], batch[row])
 
@@ -53,7 +62,9 @@ def test_a_tensor_larger_than_a_slot_goes_in_pieces():
     count = SLOT_BYTES // 4 + 1000
     parts = parts_of(2, count)
     with thread_ranks(2) as members:
-        sums = on_all(members, lambda member: member.all_reduce(parts[member.rank].clone()))
+        sums = on_all(
+            members, lambda member: member.all_reduce(parts[member.rank].clone())
+        )
         assert torch.equal(sums[0], parts[0] + parts[1])
         wide = parts.view(2, 8, -1)
         gathered = on_all(members, lambda member: member.all_gather(wide[member.rank]))
@@ -115,7 +126,14 @@ def test_a_process_group_sums_alike_and_replays_the_same_collectives_on_every_ra
     try:
         children = [
             subprocess.Popen(
-                [sys.executable, "-m", group_rank.__name__, str(rank), "2", str(memory)],
+                [
+                    sys.executable,
+                    "-m",
+                    group_rank.__name__,
+                    str(rank),
+                    "2",
+                    str(memory),
+                ],
                 cwd=REPOSITORY,
                 pass_fds=(memory,),
                 stdout=subprocess.PIPE,
@@ -155,14 +173,18 @@ def test_ranks_that_do_not_meet_are_one_line(backend):
     memory = os.memfd_create("group")
     other = os.memfd_create("other")
     try:
-        with pytest.raises(NodeError, match=f"rank 0 of 2 could not meet .* over {backend}") as one:
+        with pytest.raises(
+            NodeError, match=f"rank 0 of 2 could not meet .* over {backend}"
+        ) as one:
             join(device, (0, 2), memory, 1.0, is_ordered=False)
         assert "\n" not in one.value.message
         # The error keeps torch's store alive, which writes again as it ends.
         os.dup2(other, memory)
         del one
         gc.collect()
-        assert os.fstat(other).st_size == 0, "the store wrote to what had the number later"
+        assert os.fstat(other).st_size == 0, (
+            "the store wrote to what had the number later"
+        )
     finally:
         os.close(memory)
         os.close(other)

@@ -24,24 +24,36 @@ def folder():
     return model_folder("llama", eos_token_id=EOS)
 
 
-def part(sampling: Sampling, start: int, past: tuple[int, ...] | None, length: int = 1) -> Slice:
+def part(
+    sampling: Sampling, start: int, past: tuple[int, ...] | None, length: int = 1
+) -> Slice:
     key = Key(RequestId("r"), 0, 1)
-    return Slice(key, start, length, (), (), (0,), sampling, num_prompt_tokens=5, past=past)
+    return Slice(
+        key, start, length, (), (), (0,), sampling, num_prompt_tokens=5, past=past
+    )
 
 
 def ids_of(words: Words | NoMask) -> set[int]:
     assert not isinstance(words, NoMask)
-    return set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist())
+    return set(
+        np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
+    )
 
 
-def first(masks: TokenMasks, sampling: Sampling, past: tuple[int, ...] = ()) -> Words | NoMask:
+def first(
+    masks: TokenMasks, sampling: Sampling, past: tuple[int, ...] = ()
+) -> Words | NoMask:
     """The mask after a prompt and `past`, once its grammar is compiled."""
     deadline_s = time.monotonic() + 60
     while True:
         masks.begin_step()
         length = 5 + len(past)
         mask = masks.mask(part(sampling, 0, (), length), (0,) * 5 + past, ())
-        if not isinstance(mask, NoMask) or mask.problem or time.monotonic() > deadline_s:
+        if (
+            not isinstance(mask, NoMask)
+            or mask.problem
+            or time.monotonic() > deadline_s
+        ):
             return mask
 
 
@@ -73,7 +85,10 @@ def test_masks_are_those_of_a_fresh_matcher_at_every_token(folder):
 def test_allowed_ids_and_bad_words_limit_what_may_come(folder):
     masks = TokenMasks(folder, VOCAB, (EOS,))
     sampling = Sampling(
-        seed=1, max_tokens=9, allowed_token_ids=(3, 31, 32, 700), bad_words=((31,), (3, 32))
+        seed=1,
+        max_tokens=9,
+        allowed_token_ids=(3, 31, 32, 700),
+        bad_words=((31,), (3, 32)),
     )
     assert ids_of(first(masks, sampling)) == {3, 32, 700}
     assert ids_of(first(masks, sampling, (7, 3))) == {3, 700}
@@ -108,8 +123,12 @@ def test_a_tokenizer_that_llguidance_cannot_read_ends_the_request_alone(tmp_path
 def test_a_slow_grammar_stops_no_step(folder, monkeypatch):
     monkeypatch.setattr(token_masks, "COMPILE_WAIT_S", 0)
     names = {f"name{i}": {"enum": [f"v{i}{j}" for j in range(40)]} for i in range(200)}
-    schema = json.dumps({"type": "object", "properties": names, "required": list(names)})
-    slow = Sampling(seed=1, max_tokens=9, grammar=LLMatcher.grammar_from_json_schema(schema))
+    schema = json.dumps(
+        {"type": "object", "properties": names, "required": list(names)}
+    )
+    slow = Sampling(
+        seed=1, max_tokens=9, grammar=LLMatcher.grammar_from_json_schema(schema)
+    )
     masks = TokenMasks(folder, VOCAB, (EOS,))
     masks.begin_step()
     assert masks.mask(part(slow, 0, (), 5), (0,) * 5, ()) == NoMask()

@@ -169,7 +169,11 @@ def nan_in(name: str) -> Damage:
         ("llama", DOWN, zero_rows(DOWN, 60, 127)),
         ("llama", HEAD, zero_rows(HEAD, 300, 900)),
         ("llama", EMBEDDING, zero_rows(EMBEDDING, 512, 1024)),
-        ("qwen3_moe", EXPERT + "up_proj.weight", zero_rows(EXPERT + "up_proj.weight", 4, 28)),
+        (
+            "qwen3_moe",
+            EXPERT + "up_proj.weight",
+            zero_rows(EXPERT + "up_proj.weight", 4, 28),
+        ),
         ("llama", UP, nan_in(UP)),
         ("llama", EMBEDDING, nan_in(EMBEDDING)),
     ],
@@ -218,7 +222,10 @@ def test_rows_that_the_tokenizer_never_names_do_not_count(tmp_path):
         weight_digest(folder)
     vocab = {f"w{number}": number for number in range(400)}
     added = [{"id": 400, "content": "<pad>"}]
-    for model in ({"vocab": vocab}, {"type": "Unigram", "vocab": [[w, 0.5] for w in vocab]}):
+    for model in (
+        {"vocab": vocab},
+        {"type": "Unigram", "vocab": [[w, 0.5] for w in vocab]},
+    ):
         tokenizer = {"model": model, "added_tokens": added}
         (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
         weight_digest(folder)
@@ -229,7 +236,9 @@ def test_rows_that_the_tokenizer_never_names_do_not_count(tmp_path):
         weight_digest(folder)
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16]
+)
 def test_nan_is_seen_in_every_type_and_infinity_is_not_taken_for_it(dtype, tmp_path):
     """Infinity is judged where it matters, in the head."""
     numbers = torch.randn(64, 64).to(dtype)

@@ -39,16 +39,25 @@ def test_a_part_is_the_part_of_the_whole(dtype):
     columns = slice(32, 64)
     assert torch.equal(checkpoint.read(EMBEDDING, rows=rows), whole[rows])
     assert torch.equal(checkpoint.read(EMBEDDING, columns=columns), whole[:, columns])
-    assert torch.equal(checkpoint.read(EMBEDDING, rows=rows, columns=columns), whole[rows, columns])
+    assert torch.equal(
+        checkpoint.read(EMBEDDING, rows=rows, columns=columns), whole[rows, columns]
+    )
     norm = "model.norm.weight"
-    assert torch.equal(checkpoint.read(norm, rows=columns), checkpoint.read(norm)[columns])
+    assert torch.equal(
+        checkpoint.read(norm, rows=columns), checkpoint.read(norm)[columns]
+    )
 
 
 def test_damaged_folders_are_refused_in_one_line(tmp_path):
     with pytest.raises(ConfigError, match=r"neither model\.safetensors"):
         Checkpoint(tmp_path)
     single = tmp_path / "model.safetensors"
-    for content in (b"", b"short", (1 << 60).to_bytes(8, "little"), b"\x02" + bytes(7) + b"[]"):
+    for content in (
+        b"",
+        b"short",
+        (1 << 60).to_bytes(8, "little"),
+        b"\x02" + bytes(7) + b"[]",
+    ):
         single.write_bytes(content)
         with pytest.raises(ConfigError, match="is not a safetensors file"):
             Checkpoint(tmp_path)
@@ -111,7 +120,8 @@ def test_models_of_equal_shape_have_other_fingerprints(tmp_path):
     seen = {model_fingerprint(folder), model_fingerprint(folder, "bfloat16")}
     seen.add(model_fingerprint(model_folder("qwen3", seed=1)))
     tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.2.mlp.up_proj.weight"][100, 50] += 1e-3  # one number of a large one
+    # One number of a large one.
+    tensors["model.layers.2.mlp.up_proj.weight"][100, 50] += 1e-3
     save_file(tensors, folder / "model.safetensors")
     seen.add(model_fingerprint(folder))
     config = json.loads((folder / "config.json").read_text()) | {"rope_theta": 20000.0}
@@ -127,7 +137,10 @@ def checked(folder: Path) -> None:
 def changed(folder: Path, **tensors: torch.Tensor | None) -> Path:
     """A copy of a folder with these tensors, of which None means none."""
     file = folder / "model.safetensors"
-    stored = {**load_file(file), **{name.replace("__", "."): new for name, new in tensors.items()}}
+    stored = {
+        **load_file(file),
+        **{name.replace("__", "."): new for name, new in tensors.items()},
+    }
     save_file({name: new for name, new in stored.items() if new is not None}, file)
     return folder
 
@@ -137,7 +150,9 @@ def changed(folder: Path, **tensors: torch.Tensor | None) -> Path:
 def test_the_tensors_of_a_model_are_those_that_its_decoder_reads(family, tie):
     has_bias = family in ("llama", "qwen3")
     is_llama = family == "llama"
-    folder = model_folder(family, num_layers=2, tie=tie, attention_bias=has_bias, mlp_bias=is_llama)
+    folder = model_folder(
+        family, num_layers=2, tie=tie, attention_bias=has_bias, mlp_bias=is_llama
+    )
     checked(folder)
     read: set[str] = set()
 
@@ -154,10 +169,13 @@ def test_the_tensors_of_a_model_are_those_that_its_decoder_reads(family, tie):
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), 3e38])
 @pytest.mark.parametrize(
-    ("name", "tie"), [("lm_head", False), ("model.embed_tokens", True), ("model.norm", False)]
+    ("name", "tie"),
+    [("lm_head", False), ("model.embed_tokens", True), ("model.norm", False)],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_whose_logits_might_not_be_finite_are_refused(number, name, tie, dtype, tmp_path):
+def test_weights_whose_logits_might_not_be_finite_are_refused(
+    number, name, tie, dtype, tmp_path
+):
     """Steps look at hidden states only."""
     folder = write_checkpoint(tmp_path / "m", "llama", num_layers=1, tie=tie)
     tensors = load_file(folder / "model.safetensors")
@@ -166,7 +184,11 @@ def test_weights_whose_logits_might_not_be_finite_are_refused(number, name, tie,
     place = RankDevice(dtype, torch.device("cpu"))
     with pytest.raises(ConfigError, match="holds NaN, infinity or numbers so large"):
         load_decoder(
-            read_decoder_config(folder), Checkpoint(folder), SingleRank(), place, no_progress
+            read_decoder_config(folder),
+            Checkpoint(folder),
+            SingleRank(),
+            place,
+            no_progress,
         )
 
 
@@ -177,18 +199,46 @@ LAYER = "model__layers__1__"
 @pytest.mark.parametrize(
     ("tensors", "why"),
     [
-        ({LAYER + "self_attn__q_proj__weight_scale": ONE}, "nothing in config.json calls for"),
-        ({LAYER + "self_attn__q_proj__weight_scale_inv": ONE}, "nothing in config.json calls for"),
-        ({LAYER + "self_attn__o_proj__bias": torch.ones(128)}, "nothing in config.json calls for"),
-        ({"model__layers__2__input_layernorm__weight": ONE}, "nothing in config.json calls for"),
-        ({LAYER + "self_attn__q_proj__weight": None}, "has no tensor model.layers.1.self_attn.q"),
-        ({"lm_head__weight": None}, "has no tensor lm_head.weight"),
-        ({LAYER + "self_attn__k_proj__weight": torch.ones(128, 128)}, "implies [64, 128]"),
-        ({LAYER + "self_attn__k_proj__weight": torch.ones(32, 128)}, "implies [64, 128]"),
-        ({"model__embed_tokens__weight": torch.ones(1000, 128)}, "implies [1024, 128]"),
-        ({LAYER + "mlp__up_proj__weight": torch.ones(256, 128, dtype=torch.int8)}, "is I8"),
         (
-            {LAYER + "mlp__up_proj__weight": torch.ones(256, 128).to(torch.float8_e4m3fn)},
+            {LAYER + "self_attn__q_proj__weight_scale": ONE},
+            "nothing in config.json calls for",
+        ),
+        (
+            {LAYER + "self_attn__q_proj__weight_scale_inv": ONE},
+            "nothing in config.json calls for",
+        ),
+        (
+            {LAYER + "self_attn__o_proj__bias": torch.ones(128)},
+            "nothing in config.json calls for",
+        ),
+        (
+            {"model__layers__2__input_layernorm__weight": ONE},
+            "nothing in config.json calls for",
+        ),
+        (
+            {LAYER + "self_attn__q_proj__weight": None},
+            "has no tensor model.layers.1.self_attn.q",
+        ),
+        ({"lm_head__weight": None}, "has no tensor lm_head.weight"),
+        (
+            {LAYER + "self_attn__k_proj__weight": torch.ones(128, 128)},
+            "implies [64, 128]",
+        ),
+        (
+            {LAYER + "self_attn__k_proj__weight": torch.ones(32, 128)},
+            "implies [64, 128]",
+        ),
+        ({"model__embed_tokens__weight": torch.ones(1000, 128)}, "implies [1024, 128]"),
+        (
+            {LAYER + "mlp__up_proj__weight": torch.ones(256, 128, dtype=torch.int8)},
+            "is I8",
+        ),
+        (
+            {
+                LAYER + "mlp__up_proj__weight": torch.ones(256, 128).to(
+                    torch.float8_e4m3fn
+                )
+            },
             "is F8_E4M3, so the weights are quantized",
         ),
         (
@@ -208,7 +258,11 @@ def test_files_that_contradict_the_configuration_are_refused(tensors, why, tmp_p
 def test_what_follows_from_the_configuration_may_be_stored_too(tmp_path):
     folder = write_checkpoint(tmp_path / "m", "qwen3", num_layers=2, tie=True)
     embedding = load_file(folder / "model.safetensors")[EMBEDDING]
-    changed(folder, lm_head__weight=embedding, **{LAYER + "self_attn__rotary_emb__inv_freq": ONE})
+    changed(
+        folder,
+        lm_head__weight=embedding,
+        **{LAYER + "self_attn__rotary_emb__inv_freq": ONE},
+    )
     checked(folder)
     changed(folder, lm_head__weight=embedding + 1)
     with pytest.raises(ConfigError, match="the files hold another one"):
@@ -217,7 +271,9 @@ def test_what_follows_from_the_configuration_may_be_stored_too(tmp_path):
 
 def test_one_file_hides_the_shards_beside_it_and_no_tensor_is_there_twice(tmp_path):
     folder = write_checkpoint(tmp_path / "m", "llama", num_layers=2, shards=3)
-    whole = load_file(write_checkpoint(tmp_path / "n", "llama", num_layers=2) / "model.safetensors")
+    whole = load_file(
+        write_checkpoint(tmp_path / "n", "llama", num_layers=2) / "model.safetensors"
+    )
     whole[EMBEDDING] = whole[EMBEDDING] + 1
     save_file(whole, folder / "model.safetensors")
     assert torch.equal(Checkpoint(folder).read(EMBEDDING), whole[EMBEDDING])
@@ -227,6 +283,8 @@ def test_one_file_hides_the_shards_beside_it_and_no_tensor_is_there_twice(tmp_pa
     twice = load_file(first)
     save_file({**load_file(second), **twice}, second)
     checked(folder)  # the bytes are equal
-    save_file({**load_file(second), **{name: one + 1 for name, one in twice.items()}}, second)
+    save_file(
+        {**load_file(second), **{name: one + 1 for name, one in twice.items()}}, second
+    )
     with pytest.raises(ConfigError, match="both have tensor"):
         checked(folder)

@@ -72,7 +72,11 @@ class PoolModel(RuleBasedStateMachine):
         if not self.held:
             return
         blocks = self.held[index % len(self.held)]
-        alone = [b for b in blocks if self.pool.references(b) == 1 and not self.pool.cache.holds(b)]
+        alone = [
+            b
+            for b in blocks
+            if self.pool.references(b) == 1 and not self.pool.cache.holds(b)
+        ]
         self.pool.quarantine(alone)
         self.quarantined += len(alone)
         blocks[:] = [b for b in blocks if b not in alone]
@@ -120,13 +124,17 @@ def test_the_tokens_that_a_pool_holds_fit_it_and_one_more_does_not(
 ):
     held = tokens_held(num_blocks, block_size, num_tokens, num_choices)
     sizes = (block_size, num_tokens)
-    assert held == 0 or blocks_needed(*sizes, num_tokens + held, num_choices) <= num_blocks
+    assert (
+        held == 0 or blocks_needed(*sizes, num_tokens + held, num_choices) <= num_blocks
+    )
     assert blocks_needed(*sizes, num_tokens + held + 1, num_choices) > num_blocks
 
 
 def test_chains_of_different_scopes_share_no_block_whatever_the_salt():
     scopes = [Scope(), Scope("a"), Scope("", "a"), Scope("a", "a"), Scope("", "\ud800")]
-    chains = [block_hashes(list(range(12)), BLOCK_SIZE, root=scope.root) for scope in scopes]
+    chains = [
+        block_hashes(list(range(12)), BLOCK_SIZE, root=scope.root) for scope in scopes
+    ]
     assert chains[0] == block_hashes(list(range(12)), BLOCK_SIZE)
     assert len({block_hash for chain in chains for block_hash in chain}) == 15
     again = block_hashes(list(range(12)), BLOCK_SIZE, chains[1][:1], scopes[1].root)

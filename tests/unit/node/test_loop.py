@@ -51,7 +51,15 @@ from baton.protocol.messages import (
     ToRouter,
 )
 from tests.support.connectors import node
-from tests.support.drive import continuation, handed, key, local, result_of, sampling, toy_model
+from tests.support.drive import (
+    continuation,
+    handed,
+    key,
+    local,
+    result_of,
+    sampling,
+    toy_model,
+)
 
 NUM_BLOCKS = 40
 BLOCK = 4
@@ -112,7 +120,9 @@ class Bench:
     def __init__(self) -> None:
         self.executor, self.wire, self.now_s = StepByStep(), Wire(), 0.0
         self.pool = BlockPool(NUM_BLOCKS, BLOCK, cache_prefixes=True)
-        limits = NodeLimits(max_num_batched_tokens=16, max_num_seqs=8, max_model_len=100)
+        limits = NodeLimits(
+            max_num_batched_tokens=16, max_num_seqs=8, max_model_len=100
+        )
         observer = NodeObserver(Vitals(), NodeId("d0"), LogConfig(stats_s=0.0))
         self.loop = EngineLoop(
             DecodeScheduler(self.pool, limits),
@@ -133,14 +143,17 @@ class Bench:
             self.loop.turn()
 
     def tokens(self) -> list[int]:
-        entries = [e for m in self.wire.said if isinstance(m, Tokens) for e in m.entries]
+        entries = [
+            e for m in self.wire.said if isinstance(m, Tokens) for e in m.entries
+        ]
         return [token for entry in entries for token in entry.token_ids]
 
 
 def test_the_next_step_is_planned_while_one_runs():
     bench = Bench()
     bench.hear(FromRouter(0, local("r", PROMPT, max_tokens=6)))
-    assert len(bench.executor.submitted) == 1  # nothing to plan behind a prompt's last chunk
+    # Nothing to plan behind a prompt's last chunk.
+    assert len(bench.executor.submitted) == 1
     bench.executor.finish()
     bench.loop.turn()
     assert len(bench.executor.submitted) == MAX_LAUNCHED
@@ -164,7 +177,11 @@ def test_a_router_that_is_lost_or_refuses_the_node_takes_its_requests_with_it(ev
 def test_messages_of_a_dead_session_are_not_sent_into_the_next_one():
     bench = Bench()
     bench.loop.drain()
-    bench.hear(FromRouter(0, local("r", PROMPT)), FromRouter(1, local("s", PROMPT)), RouterLost(0))
+    bench.hear(
+        FromRouter(0, local("r", PROMPT)),
+        FromRouter(1, local("s", PROMPT)),
+        RouterLost(0),
+    )
     assert bench.wire.origins == [1]
 
 
@@ -196,7 +213,9 @@ def test_what_lands_at_once_takes_the_next_step_without_waiting():
     bench.hear(FromRouter(0, local("warm", prompt, max_tokens=2)))
     bench.run()
     info = node("p0", "prefill")
-    greeting = PeerHello(1, info.node_id, info.epoch, info.model, info.layout.fingerprint)
+    greeting = PeerHello(
+        1, info.node_id, info.epoch, info.model, info.layout.fingerprint
+    )
     first = FirstToken(continuation(prompt, 1)[0])
     bench.hear(
         FromRouter(0, Peers((info,))),
@@ -211,8 +230,12 @@ def test_what_lands_at_once_takes_the_next_step_without_waiting():
             )
         ),
     )
-    assert [part.key for plan in bench.executor.submitted for part in plan.slices] == [key("a")] * 2
-    assert [m for m in bench.wire.to_peers if isinstance(m, ToPeer)][-1].message == Done(key("a"))
+    assert [part.key for plan in bench.executor.submitted for part in plan.slices] == [
+        key("a")
+    ] * 2
+    assert [m for m in bench.wire.to_peers if isinstance(m, ToPeer)][
+        -1
+    ].message == Done(key("a"))
 
 
 def step(num_tokens: int, took_s: float) -> tuple[StepPlan, StepResult]:
@@ -273,12 +296,16 @@ def test_a_full_disk_under_the_records_ends_no_step(tmp_path, caplog):
 def test_a_handoff_that_fails_is_logged_with_its_request(caplog):
     observer = NodeObserver(Vitals(), NodeId("d0"), LogConfig(stats_s=0.0))
     lost = TransferError("the channel to node p0 broke", code="node_lost").to_failure()
-    observer.reported(ReceiveEnded(key("gone"), Cancelled("by its client").to_failure()))
+    observer.reported(
+        ReceiveEnded(key("gone"), Cancelled("by its client").to_failure())
+    )
     assert caplog.messages == []
     observer.reported(OfferBroken(key("a"), lost))
     observer.reported(Released(key("b"), lost))
     observer.reported(ReceiveEnded(key("c"), lost))
-    found = [(record.message, vars(record)["fields"]["request"]) for record in caplog.records]
+    found = [
+        (record.message, vars(record)["fields"]["request"]) for record in caplog.records
+    ]
     broken = "a handoff broke off"
     failed = "a handoff failed"
     assert found == [(broken, "a"), (failed, "b"), (failed, "c")]

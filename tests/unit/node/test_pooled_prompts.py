@@ -23,7 +23,9 @@ EMBEDS = ModelTasks(embedding="last", num_labels=1)
 
 
 def drive_of(pooling: Pooling = "last", num_blocks: int = 64) -> Drive:
-    tasks = ModelTasks(embedding=None if pooling == "classify" else pooling, num_labels=1)
+    tasks = ModelTasks(
+        embedding=None if pooling == "classify" else pooling, num_labels=1
+    )
     return prefill_drive(num_blocks, msgspec.structs.replace(LIMITS, tasks=tasks))
 
 
@@ -38,10 +40,16 @@ def made_of(part: Slice) -> bytes:
     return array("f", [part.token_ids[0 if part.pooling == "cls" else -1]]).tobytes()
 
 
-def settle(drive: Drive, plan: StepPlan, failed: tuple[tuple[int, str], ...] = ()) -> None:
+def settle(
+    drive: Drive, plan: StepPlan, failed: tuple[tuple[int, str], ...] = ()
+) -> None:
     parts = enumerate(plan.slices)
-    pooled = tuple((index, made_of(part)) for index, part in parts if part.pooling is not None)
-    result = msgspec.structs.replace(result_of(drive.model, plan), pooled=pooled, failed=failed)
+    pooled = tuple(
+        (index, made_of(part)) for index, part in parts if part.pooling is not None
+    )
+    result = msgspec.structs.replace(
+        result_of(drive.model, plan), pooled=pooled, failed=failed
+    )
     drive.scheduler.settle(drive.now_s, plan, result)
 
 
@@ -81,7 +89,9 @@ def test_each_prompt_is_pooled_once_and_gives_its_blocks_back(pooling, depth):
     assert not drive.asked
 
 
-@pytest.mark.parametrize(("pooling", "num_cached"), [("last", 36), ("classify", 36), ("mean", 0)])
+@pytest.mark.parametrize(
+    ("pooling", "num_cached"), [("last", 36), ("classify", 36), ("mean", 0)]
+)
 def test_a_cached_prefix_is_used_where_its_rows_are_not_needed(pooling, num_cached):
     drive = drive_of(pooling)
     for name in "ab":

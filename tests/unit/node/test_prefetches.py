@@ -22,7 +22,14 @@ from baton.node.scheduling.tiers import Tiers
 from baton.protocol.blocks import BlockHash, block_hashes, pack_hashes, unpack_hashes
 from baton.protocol.errors import Failure
 from baton.protocol.ids import NodeId
-from baton.protocol.messages import BlockRange, Failed, HandedOver, Load, Prefetch, Prefetched
+from baton.protocol.messages import (
+    BlockRange,
+    Failed,
+    HandedOver,
+    Load,
+    Prefetch,
+    Prefetched,
+)
 from tests.support.drive import (
     BLOCK_SIZE,
     Drive,
@@ -49,11 +56,17 @@ def asks(drive: Drive, hashes: list[BlockHash] = HASHES, idle_s: float = 1.0) ->
 
 
 def fetched(drive: Drive) -> list[list[BlockHash]]:
-    return [unpack_hashes(event.hashes) for event in drive.asked if isinstance(event, FetchPrefix)]
+    return [
+        unpack_hashes(event.hashes)
+        for event in drive.asked
+        if isinstance(event, FetchPrefix)
+    ]
 
 
 def begins(drive: Drive, num_blocks: int) -> tuple[int, ...]:
-    drive.scheduler.on_report(drive.now_s, offered("p", num_blocks * BLOCK_SIZE, num_blocks))
+    drive.scheduler.on_report(
+        drive.now_s, offered("p", num_blocks * BLOCK_SIZE, num_blocks)
+    )
     drive._collect()
     begin = drive.asked[-1]
     assert isinstance(begin, BeginReceive)
@@ -62,7 +75,9 @@ def begins(drive: Drive, num_blocks: int) -> tuple[int, ...]:
 
 def replies(drive: Drive) -> list[int]:
     drive._collect()
-    return [message.num_blocks for message in drive.said if isinstance(message, Prefetched)]
+    return [
+        message.num_blocks for message in drive.said if isinstance(message, Prefetched)
+    ]
 
 
 @pytest.mark.parametrize("kind", [prefill_drive, decode_drive])
@@ -93,9 +108,13 @@ def test_nothing_that_was_used_more_recently_makes_room():
         pool.release([block])
     cache.tick(8.0)
     asks(drive, idle_s=8.0)
-    assert (fetched(drive), replies(drive)) == ([], [0]), "all that it holds was used later"
+    assert (fetched(drive), replies(drive)) == ([], [0]), (
+        "all that it holds was used later"
+    )
     asks(drive, idle_s=6.5)
-    assert [len(hashes) for hashes in fetched(drive)] == [1], "a part of the pool at a time"
+    assert [len(hashes) for hashes in fetched(drive)] == [1], (
+        "a part of the pool at a time"
+    )
     begins(drive, 1)
     drive.scheduler.on_report(0.0, KVReceived(key("p"), (), 0, 0.0, 0.0))
     assert not cache.has(held[0])
@@ -143,7 +162,9 @@ def test_a_stream_is_not_preempted_for_a_read_that_will_end():
     assert drive.pool.counts.preemptions == 0
     drive.now_s += 2 * prefetches.GIVE_WAY_S
     drive.run(steps=8)
-    assert drive.pool.counts.preemptions == 1, "it waits no longer for a read that is stuck"
+    assert drive.pool.counts.preemptions == 1, (
+        "it waits no longer for a read that is stuck"
+    )
 
 
 @pytest.mark.parametrize("kind", [prefill_drive, decode_drive])
@@ -153,7 +174,9 @@ def test_blocks_that_came_without_a_step_are_lent_after_one_that_computes_nothin
     blocks = begins(drive, 8)
     drive.scheduler.on_report(0.0, KVReceived(key("p"), (), 0, 0.0, 0.0))
     assert drive.launch() is None, "nobody wants them yet"
-    drive.scheduler.on_report(0.0, PrefixWanted(key("w"), NodeId("reader"), pack_hashes(HASHES), 0))
+    drive.scheduler.on_report(
+        0.0, PrefixWanted(key("w"), NodeId("reader"), pack_hashes(HASHES), 0)
+    )
     plan = drive.launch()
     assert plan is not None
     assert not plan.slices

@@ -53,7 +53,9 @@ def reader() -> Drive:
 
 def asking(drive: Drive, name: str = "r", prompt: list[int] = PROMPT) -> Drive:
     """One whose prompt has begun to be read."""
-    message = msgspec.structs.replace(prefill(name, prompt), decode_node=None, prefix_node=SOURCE)
+    message = msgspec.structs.replace(
+        prefill(name, prompt), decode_node=None, prefix_node=SOURCE
+    )
     drive.scheduler.add(drive.now_s, 0, message)
     assert drive.launch() is None
     assert isinstance(drive.asked[-1], FetchPrefix)
@@ -62,7 +64,9 @@ def asking(drive: Drive, name: str = "r", prompt: list[int] = PROMPT) -> Drive:
 
 def begins(drive: Drive, num_blocks: int, name: str = "r") -> tuple[int, ...]:
     """Let the source offer so many blocks, and return the blocks that they are read into."""
-    drive.scheduler.on_report(drive.now_s, offered(name, num_blocks * BLOCK_SIZE, num_blocks))
+    drive.scheduler.on_report(
+        drive.now_s, offered(name, num_blocks * BLOCK_SIZE, num_blocks)
+    )
     drive.launch()
     begin = drive.asked[-1]
     assert isinstance(begin, BeginReceive)
@@ -86,7 +90,9 @@ def received(name: str = "r") -> KVReceived:
 
 def first_of(drive: Drive, name: str = "r") -> FirstTokens:
     drive.run()
-    [said] = [m for m in drive.said if isinstance(m, FirstTokens) and m.key == key(name)]
+    [said] = [
+        m for m in drive.said if isinstance(m, FirstTokens) and m.key == key(name)
+    ]
     return said
 
 
@@ -105,12 +111,16 @@ def test_what_another_node_has_cached_is_read_and_not_computed(reader):
     assert (times.num_cached_tokens, times.num_read_tokens) == (16, 16)
     assert (times.prefix_read_s, times.prefill_s) == (0.25, 0.75)
     assert reader.pool.counts.prefix_read_tokens == 16
-    assert (reader.pool.num_owned, len(reader.pool.cache)) == (0, 5), "it has them now, too"
+    assert (reader.pool.num_owned, len(reader.pool.cache)) == (0, 5), (
+        "it has them now, too"
+    )
 
 
 def test_blocks_that_were_read_are_announced_when_a_step_has_published_their_generations():
     drive = prefill_drive()
-    drive.scheduler.add(0.0, 0, msgspec.structs.replace(prefill("r", PROMPT), prefix_node=SOURCE))
+    drive.scheduler.add(
+        0.0, 0, msgspec.structs.replace(prefill("r", PROMPT), prefix_node=SOURCE)
+    )
     drive.launch()
     lands(drive, begins(drive, 4))
     drive.scheduler.on_report(0.0, received())
@@ -134,7 +144,9 @@ def test_only_blocks_that_are_not_here_are_read():
     assert fetch.hashes == pack_hashes(block_hashes(PROMPT, BLOCK_SIZE))
     lands(drive, begins(drive, 5), first=2)
     drive.scheduler.on_report(0.0, received())
-    assert [token.token_id for token in first_of(drive).tokens] == continuation(PROMPT, 1)
+    assert [token.token_id for token in first_of(drive).tokens] == continuation(
+        PROMPT, 1
+    )
     assert computed(drive)[-1] == (20, 1)
 
 
@@ -168,7 +180,9 @@ def test_a_broken_read_may_still_write_while_its_prompt_is_computed(reader):
 
 def test_a_source_whose_read_was_late_is_not_asked_again_soon(reader):
     for _ in range(2):
-        reader.scheduler.requests.reads.costs.computed(0.0, num_tokens=100, seconds=0.01)
+        reader.scheduler.requests.reads.costs.computed(
+            0.0, num_tokens=100, seconds=0.01
+        )
     begins(reader, 4)
     reader.scheduler.on_report(0.5, ReceiveBroken(key()))
     assert reader.scheduler.requests.reads.costs.timeout_s(0.6, SOURCE, 1000) is None
@@ -206,7 +220,9 @@ def test_blocks_of_a_cancelled_prompt_are_kept_until_its_read_has_ended(reader):
 
 
 def test_a_prompt_that_waits_for_its_prefix_holds_up_no_other(reader):
-    reader.scheduler.add(0.0, 0, msgspec.structs.replace(prefill("b", [1, 2]), decode_node=None))
+    reader.scheduler.add(
+        0.0, 0, msgspec.structs.replace(prefill("b", [1, 2]), decode_node=None)
+    )
     assert first_of(reader, "b").tokens
 
 
@@ -217,7 +233,9 @@ def test_an_offer_of_another_number_of_blocks_is_not_taken(reader, num_blocks):
     assert isinstance(reader.asked[-1], Abandon)
 
 
-def wanted(name: str = "r", prompt: list[int] = PROMPT, num_held: int = 0) -> PrefixWanted:
+def wanted(
+    name: str = "r", prompt: list[int] = PROMPT, num_held: int = 0
+) -> PrefixWanted:
     return PrefixWanted(
         key(name), NodeId("p0"), pack_hashes(block_hashes(prompt, BLOCK_SIZE)), num_held
     )
@@ -260,7 +278,11 @@ def test_what_is_not_there_or_too_much_is_not_lent(num_blocks, num_held, prompt)
     drive.launch()
     refusal = drive.asked[-1]
     assert isinstance(refusal, RefusePrefix)
-    assert (refusal.key, refusal.reader, refusal.failure.code) == (key(), "p0", "no_prefix")
+    assert (refusal.key, refusal.reader, refusal.failure.code) == (
+        key(),
+        "p0",
+        "no_prefix",
+    )
     assert drive.pool.num_owned == 0
 
 
@@ -282,10 +304,14 @@ def test_a_read_is_waited_for_as_long_as_computing_takes_and_not_begun_if_that_i
     assert costs.timeout_s(0.0, SOURCE, BLOCK_SIZE) == MIN_TIMEOUT_S
     assert costs.timeout_s(0.0, SOURCE, BLOCK_SIZE - 1) is None
     costs.computed(0.0, num_tokens=1, seconds=10.0)
-    assert costs.timeout_s(0.0, SOURCE, 1000) == pytest.approx(1.0), "a step of one token"
+    assert costs.timeout_s(0.0, SOURCE, 1000) == pytest.approx(1.0), (
+        "a step of one token"
+    )
     costs.read(1.0, SOURCE, num_tokens=1000, seconds=2.0)
     assert costs.timeout_s(1.0, SOURCE, 1000) is None
     assert costs.timeout_s(1.0, NodeId("other"), 1000) is not None
-    assert costs.timeout_s(2.0 + FORGET_S, SOURCE, 1000) is not None, "it may be quicker now"
+    assert costs.timeout_s(2.0 + FORGET_S, SOURCE, 1000) is not None, (
+        "it may be quicker now"
+    )
     costs.read(100.0, SOURCE, num_tokens=1000, seconds=0.1)
     assert costs.timeout_s(100.0, SOURCE, 1000) is not None

@@ -27,7 +27,10 @@ def ends_in_repetition(output: list[int], params: RepetitionDetectionParams) -> 
 
 
 def end_of(
-    output: list[int], params: RepetitionDetectionParams, max_tokens: int = 900, min_tokens: int = 0
+    output: list[int],
+    params: RepetitionDetectionParams,
+    max_tokens: int = 900,
+    min_tokens: int = 0,
 ) -> tuple[int, FinishReason | None]:
     """Return after how many tokens a node ends an output, and why."""
     wanted = sampling(max_tokens, min_tokens=min_tokens, repetition_detection=params)
@@ -74,7 +77,9 @@ def test_a_largest_size_of_0_detects_nothing(sizes):
     assert end_of([5] * 9, RepetitionDetectionParams(*sizes)) == (9, None)
 
 
-@pytest.mark.parametrize("sizes", [(2, 3, 2), (3, 1, 1), (-1, 0, 2), (1025, 1, 2), ("3", 0, 2)])
+@pytest.mark.parametrize(
+    "sizes", [(2, 3, 2), (3, 1, 1), (-1, 0, 2), (1025, 1, 2), ("3", 0, 2)]
+)
 def test_what_fits_no_pattern_is_refused(sizes):
     with pytest.raises(RequestError, match="repetition_detection") as error:
         SamplingParams(repetition_detection=RepetitionDetectionParams(*sizes))

@@ -88,12 +88,16 @@ def test_many_choices_take_the_places_that_are_left_and_keep_nobody_out(depth):
     drive.run(depth=depth)
     for name, num_tokens, num_choices in (("long", 40, 1), ("many", 5, 6)):
         for choice in range(num_choices):
-            assert drive.output(name, prompt, choice) == continuation(prompt, num_tokens, choice)
+            assert drive.output(name, prompt, choice) == continuation(
+                prompt, num_tokens, choice
+            )
     # The long stream never lost its place, and choices that had begun went on before others began.
     names = [[part.key.request_id for part in plan.slices] for plan in drive.plans]
     assert all("long" in step for step in names[:38])
     assert sum("late" in step for step in names[before : before + 4 + depth]) == 5
-    ends = [entry.key.choice for entry in drive.entries() if entry.finish_reason is not None]
+    ends = [
+        entry.key.choice for entry in drive.entries() if entry.finish_reason is not None
+    ]
     assert [choice for choice in ends if choice] == [1, 2, 3, 4, 5]
     assert drive.pool.num_owned == 0
 
@@ -105,12 +109,19 @@ def test_a_later_attempt_ends_the_one_before(is_running):
     if is_running:
         drive.run(steps=3)
     before = [one for one in drive.entries() if one.key == key("a")]
-    later = msgspec.structs.replace(local("a", [1, 2, 3], max_tokens=5), key=key("a", attempt=1))
+    later = msgspec.structs.replace(
+        local("a", [1, 2, 3], max_tokens=5), key=key("a", attempt=1)
+    )
     drive.scheduler.add(0.0, 0, later)
     drive.run()
     assert not [message for message in drive.said if isinstance(message, Failed)]
     assert [one for one in drive.entries() if one.key == key("a")] == before
-    tokens = [token for one in drive.entries() if one.key == later.key for token in one.token_ids]
+    tokens = [
+        token
+        for one in drive.entries()
+        if one.key == later.key
+        for token in one.token_ids
+    ]
     assert tokens == continuation([1, 2, 3], 5)
     assert drive.pool.num_owned == 0
 
@@ -149,7 +160,9 @@ def test_what_quarantined_blocks_leave_no_room_for_goes_elsewhere(is_early):
         drive.scheduler.add(0.0, 0, big)
     assert drive.launch() is None
     failed = [m for m in drive.said if isinstance(m, Failed) and m.key == key("big")]
-    assert [(f.failure.retryable, f.failure.code) for f in failed] == [(True, "overloaded")]
+    assert [(f.failure.retryable, f.failure.code) for f in failed] == [
+        (True, "overloaded")
+    ]
     drive.scheduler.add(0.0, 0, local("small", [1, 2, 3]))
     drive.run()
     assert drive.output("small", [1, 2, 3]) == continuation([1, 2, 3], 8)
@@ -171,11 +184,17 @@ def test_a_block_whose_last_token_nobody_knows_is_not_kept(length):
     drive.settle(second)
     known = [*prompt, *continuation(prompt, 1)]
     hashes = block_hashes(known, BLOCK_SIZE)
-    assert len(drive.pool.cache) == len(drive.pool.cache.lookup(hashes)) == len(known) // BLOCK_SIZE
+    assert (
+        len(drive.pool.cache)
+        == len(drive.pool.cache.lookup(hashes))
+        == len(known) // BLOCK_SIZE
+    )
 
 
 @pytest.mark.parametrize(("bound", "num_cached"), [(1, None), (2, 8), (10, 8)])
-def test_a_local_prompt_that_is_not_cached_enough_is_refused_before_any_token(bound, num_cached):
+def test_a_local_prompt_that_is_not_cached_enough_is_refused_before_any_token(
+    bound, num_cached
+):
     drive = decode_drive()
     prompt = list(range(10))
     drive.scheduler.add(0.0, 0, local("warm", prompt, max_tokens=2))
@@ -200,7 +219,9 @@ def test_when_no_block_is_left_the_youngest_goes_back_to_its_router():
     drive.scheduler.add(0.0, 0, local("young", [4, 5, 6], max_tokens=21))
     drive.run(depth=2)
     failed = [message for message in drive.said if isinstance(message, Failed)]
-    assert [(f.key.request_id, f.failure.code) for f in failed] == [("young", "preempted")]
+    assert [(f.key.request_id, f.failure.code) for f in failed] == [
+        ("young", "preempted")
+    ]
     assert failed[0].failure.retryable
     assert drive.output("old", [1, 2, 3]) == continuation([1, 2, 3], 21)
     got = drive.output("young", [4, 5, 6])
@@ -221,9 +242,13 @@ def test_requests_get_blocks_in_the_order_of_the_policy(role, policy):
     drive = (prefill_drive if role == "prefill" else decode_drive)(limits=limits)
     plan = None
     for name, priority in (("a", 0), ("b", 5), ("c", -1), ("d", 5), ("e", 0)):
-        message = prefill(name, [1] * 8) if role == "prefill" else local(name, [1] * 8, 2)
+        message = (
+            prefill(name, [1] * 8) if role == "prefill" else local(name, [1] * 8, 2)
+        )
         prior = msgspec.structs.replace(message.sampling, priority=priority)
-        drive.scheduler.add(drive.now_s, 0, msgspec.structs.replace(message, sampling=prior))
+        drive.scheduler.add(
+            drive.now_s, 0, msgspec.structs.replace(message, sampling=prior)
+        )
         drive.now_s += 0.1
         plan = plan or drive.launch()  # the first one begins before others arrive
     assert plan is not None
@@ -235,7 +260,9 @@ def test_requests_get_blocks_in_the_order_of_the_policy(role, policy):
 
 def test_the_sequence_with_the_lowest_priority_goes_back_first():
     engine = EngineConfig(scheduling_policy="priority")
-    limits = NodeLimits(max_num_batched_tokens=16, max_num_seqs=8, max_model_len=256, engine=engine)
+    limits = NodeLimits(
+        max_num_batched_tokens=16, max_num_seqs=8, max_model_len=256, engine=engine
+    )
     drive = decode_drive(num_blocks=8, limits=limits)
     for name, prompt, priority in (("old", [1, 2, 3], 1), ("young", [4, 5, 6], -1)):
         message = local(name, prompt, max_tokens=21)
@@ -243,7 +270,9 @@ def test_the_sequence_with_the_lowest_priority_goes_back_first():
         drive.scheduler.add(0.0, 0, msgspec.structs.replace(message, sampling=prior))
     drive.run(depth=2)
     failed = [message for message in drive.said if isinstance(message, Failed)]
-    assert [(f.key.request_id, f.failure.code) for f in failed] == [("old", "preempted")]
+    assert [(f.key.request_id, f.failure.code) for f in failed] == [
+        ("old", "preempted")
+    ]
     assert drive.output("young", [4, 5, 6]) == continuation([4, 5, 6], 21)
 
 
@@ -264,7 +293,10 @@ def test_a_fully_cached_prompt_still_computes_its_last_token():
     for name in "ab":
         drive.scheduler.add(0.0, 0, prefill(name, prompt))
         drive.run()
-    assert (drive.plans[-1].slices[0].start, drive.plans[-1].slices[0].length) == (12, 4)
+    assert (drive.plans[-1].slices[0].start, drive.plans[-1].slices[0].length) == (
+        12,
+        4,
+    )
     firsts = [m for m in drive.said if isinstance(m, FirstTokens)]
     assert firsts[1].times.num_cached_tokens == 12
     ends = [event for event in drive.asked if isinstance(event, End)]
@@ -278,7 +310,9 @@ def test_decode_repeats_what_prefill_had_cached():
     drive.scheduler.add(0.0, 0, handed("a", SHORT, max_tokens=1))
     drive.scheduler.on_report(0.0, offered("a", len(SHORT), 2))
     drive.launch()
-    drive.scheduler.on_report(0.0, KVReceived(key("a"), (FirstToken(5),), 0, 0.0, 0.0, 4))
+    drive.scheduler.on_report(
+        0.0, KVReceived(key("a"), (FirstToken(5),), 0, 0.0, 0.0, 4)
+    )
     (entry,) = drive.entries()
     assert entry.times is not None
     assert entry.times.num_cached_tokens == 4
@@ -316,7 +350,9 @@ def test_a_handoff_that_breaks_is_reported_at_once_and_its_blocks_stay_until_rel
     drive.scheduler.add(0.0, 7, prefill("a", list(range(10))))
     drive.run()
     drive.scheduler.on_report(4.0, OfferBroken(key("a"), LOST))
-    assert drive.scheduler.outputs.take_router_messages() == [(7, Failed(key("a"), LOST))]
+    assert drive.scheduler.outputs.take_router_messages() == [
+        (7, Failed(key("a"), LOST))
+    ]
     assert drive.pool.num_owned
     drive.scheduler.on_report(30.0, Released(key("a"), LOST))
     assert drive.scheduler.outputs.take_router_messages() == []
@@ -331,7 +367,9 @@ SHORT = [1, 2, 3, 4, 5]
 
 
 def make(role: str) -> Drive:
-    return (prefill_drive if role == "prefill" else decode_drive)(NUM_BLOCKS, WRONG_LIMITS)
+    return (prefill_drive if role == "prefill" else decode_drive)(
+        NUM_BLOCKS, WRONG_LIMITS
+    )
 
 
 def request(role: str, name: str = "a", **changes: object) -> Prefill | Decode:
@@ -352,7 +390,10 @@ WRONG: dict[str, dict[str, object]] = {
     "a token beyond the vocabulary": {"token_ids": [1, 2, 3, 4, 1000]},
     "nothing to generate": {"sampling": sampling(0)},
     "an adapter that the node does not have": {"sampling": sampling(lora="sql")},
-    "a resume with nothing left to generate": {"num_prompt_tokens": 2, "sampling": sampling(3)},
+    "a resume with nothing left to generate": {
+        "num_prompt_tokens": 2,
+        "sampling": sampling(3),
+    },
     "no room for a token": {"token_ids": [7] * 32, "num_prompt_tokens": 32},
 }
 
@@ -418,8 +459,14 @@ def test_prompts_of_many_choices_take_several_steps():
     """A step has a row of logits for each token that it samples."""
     limits = NodeLimits(max_num_batched_tokens=64, max_num_seqs=8, max_model_len=64)
     for drive, ask in (
-        (prefill_drive(2000, limits), lambda name: prefill(name, [1, 2, 3], num_choices=60)),
-        (decode_drive(2000, limits), lambda name: local(name, [1, 2, 3], 2, num_choices=60)),
+        (
+            prefill_drive(2000, limits),
+            lambda name: prefill(name, [1, 2, 3], num_choices=60),
+        ),
+        (
+            decode_drive(2000, limits),
+            lambda name: local(name, [1, 2, 3], 2, num_choices=60),
+        ),
     ):
         for name in "abcde":
             drive.scheduler.add(0.0, 0, ask(name))

@@ -65,7 +65,9 @@ def make():
 
 
 def hello(name: str) -> PeerHello:
-    return PeerHello(PROTOCOL_VERSION, NodeId(name), Epoch(f"{name}-1"), "model", "layout")
+    return PeerHello(
+        PROTOCOL_VERSION, NodeId(name), Epoch(f"{name}-1"), "model", "layout"
+    )
 
 
 def from_peer(name: str, message: PeerHello | Offered | Renew | Done) -> FromPeer:
@@ -75,7 +77,9 @@ def from_peer(name: str, message: PeerHello | Offered | Renew | Done) -> FromPee
 def listening(make: Make, folder: Path) -> tuple[EngineSockets, NodeInfo]:
     decode = make("d0", "decode")
     endpoint = decode.listen(f"ipc://{folder}/d0")
-    return decode, msgspec.structs.replace(node("d0", "decode"), control_endpoint=endpoint)
+    return decode, msgspec.structs.replace(
+        node("d0", "decode"), control_endpoint=endpoint
+    )
 
 
 def dialled(make: Make, name: str, info: NodeInfo) -> EngineSockets:
@@ -115,7 +119,9 @@ class RouterEnd:
     def hear(self, node: EngineSockets | None = None) -> ToRouter:
         """The next message, while `node` has its turns."""
         deadline_s = monotonic() + DEADLINE_S
-        while (received := self._listener.receive()) is None or received.message is None:
+        while (
+            received := self._listener.receive()
+        ) is None or received.message is None:
             assert monotonic() < deadline_s
             if node is not None:
                 node.receive()
@@ -142,7 +148,9 @@ INTRODUCTION = Hello(PROTOCOL_VERSION, NodeId("d0"), "decode", Epoch("d0-1"))
 REFUSED = Refused(Failure("model_mismatch", "it serves another model"))
 
 
-def test_a_ready_node_that_is_refused_says_so_once_and_asks_until_it_is_taken_in(router, caplog):
+def test_a_ready_node_that_is_refused_says_so_once_and_asks_until_it_is_taken_in(
+    router, caplog
+):
     caplog.set_level("INFO")
     sockets = EngineSockets((router.endpoint,), INTRODUCTION, Channels())
     try:
@@ -230,7 +238,9 @@ class Link:
     is_resolved: bool = True
 
 
-def test_a_router_that_does_not_answer_is_told_of_after_5_s_and_then_ever_more_rarely(caplog):
+def test_a_router_that_does_not_answer_is_told_of_after_5_s_and_then_ever_more_rarely(
+    caplog,
+):
     caplog.set_level("INFO")
     clock = VirtualClock()
     watch = RouterWatch()
@@ -251,7 +261,9 @@ def test_a_router_that_does_not_answer_is_told_of_after_5_s_and_then_ever_more_r
     assert said(0.5) == [line]
     assert said(3600.0).count(line) <= 3600.0 / LONGEST_S + 3
     link.is_resolved = False
-    assert said(LONGEST_S) == ["waiting for router tcp://front:5570: name does not resolve"]
+    assert said(LONGEST_S) == [
+        "waiting for router tcp://front:5570: name does not resolve"
+    ]
     link.connected = True
     assert said() == ["found the router"]
     link.connected = False

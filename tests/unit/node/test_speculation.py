@@ -14,7 +14,9 @@ from baton.protocol.config import EngineConfig
 from tests.sim.executor import Context, next_token
 from tests.support.drive import LIMITS, Drive, continuation, local
 
-GUESSING = msgspec.structs.replace(LIMITS, engine=EngineConfig(num_speculative_tokens=3))
+GUESSING = msgspec.structs.replace(
+    LIMITS, engine=EngineConfig(num_speculative_tokens=3)
+)
 PERIOD = 7
 
 
@@ -37,7 +39,9 @@ def drive(num_guesses: int, *, num_blocks: int = 64) -> Drive:
 def test_a_guess_is_what_followed_the_longest_run_where_it_stood_last(text):
     expected: tuple[int, ...] = ()
     for size in (4, 3, 2):
-        starts = [i for i in range(len(text) - size) if text[i : i + size] == text[-size:]]
+        starts = [
+            i for i in range(len(text) - size) if text[i : i + size] == text[-size:]
+        ]
         if starts and len(text) > size:
             extended = list(text)
             while len(extended) < len(text) + 3:
@@ -117,7 +121,12 @@ def num_drafted(drafts: HeadDrafts, share: float, num_tokens: int) -> int:
 
 @pytest.mark.parametrize(
     ("cost", "share", "least", "most"),
-    [(0.05, 0.9, 700, 1000), (0.5, 0.8, 400, 850), (0.5, 0.1, 10, 90), (2.0, 0.9, 10, 90)],
+    [
+        (0.05, 0.9, 700, 1000),
+        (0.5, 0.8, 400, 850),
+        (0.5, 0.1, 10, 90),
+        (2.0, 0.9, 10, 90),
+    ],
 )
 def test_a_head_drafts_as_much_as_pays(cost, share, least, most):
     """Of a thousand tokens; a head that is seldom right, or slow, is asked now and then alone."""

@@ -105,10 +105,14 @@ def test_decode_goes_on_from_the_state_that_it_receives(num_choices):
     context = ROOT
     for position, token in enumerate(PROMPT):  # what reads would have landed
         context = context.then(token)
-        drive.model.write(begin.block_ids[position // BLOCK_SIZE], position % BLOCK_SIZE, context)
+        drive.model.write(
+            begin.block_ids[position // BLOCK_SIZE], position % BLOCK_SIZE, context
+        )
     for block in begin.block_ids[-STATE:]:
         drive.model.write_state(block, context)
-    firsts = tuple(FirstToken(continuation(PROMPT, 1, choice)[0]) for choice in range(num_choices))
+    firsts = tuple(
+        FirstToken(continuation(PROMPT, 1, choice)[0]) for choice in range(num_choices)
+    )
     drive.scheduler.on_report(0.0, KVReceived(key("r"), firsts, 1, 0.1, 0.0))
     drive.run(depth=2)
     for choice in range(num_choices):
@@ -145,7 +149,9 @@ def test_a_sequence_that_is_preempted_or_cancelled_gives_its_state_back():
 
 
 def test_no_token_is_guessed():
-    limits = msgspec.structs.replace(LIMITS, engine=EngineConfig(num_speculative_tokens=4))
+    limits = msgspec.structs.replace(
+        LIMITS, engine=EngineConfig(num_speculative_tokens=4)
+    )
     drive = decode_drive(limits=limits, state_blocks=STATE)
     repeating = [1, 2, 3, 4] * 5
     drive.scheduler.add(0.0, 0, local("r", repeating, 12))
@@ -156,11 +162,15 @@ def test_no_token_is_guessed():
 
 def computed(drive: Drive, name: str) -> list[tuple[int, int]]:
     """Where the slices of a prompt start and end."""
-    parts = [part for plan in drive.plans for part in plan.slices if part.key == key(name)]
+    parts = [
+        part for plan in drive.plans for part in plan.slices if part.key == key(name)
+    ]
     return [(part.start, part.start + part.length) for part in parts]
 
 
-def ask(drive: Drive, name: str, prompt: list[int], max_tokens: int = 4) -> list[tuple[int, int]]:
+def ask(
+    drive: Drive, name: str, prompt: list[int], max_tokens: int = 4
+) -> list[tuple[int, int]]:
     """Serve a prompt on either node; what was computed of it."""
     is_prefill = isinstance(drive.scheduler, PrefillScheduler)
     message = prefill(name, prompt) if is_prefill else local(name, prompt, max_tokens)
@@ -168,7 +178,9 @@ def ask(drive: Drive, name: str, prompt: list[int], max_tokens: int = 4) -> list
     drive.run(depth=2)
     if is_prefill:
         firsts = [
-            one for one in drive.said if isinstance(one, FirstTokens) and one.key == key(name)
+            one
+            for one in drive.said
+            if isinstance(one, FirstTokens) and one.key == key(name)
         ]
         assert [one.token_id for one in firsts[0].tokens] == continuation(prompt, 1)
         drive.scheduler.on_report(0.0, Released(key(name)))
@@ -191,7 +203,8 @@ def test_a_prompt_begins_at_the_last_checkpoint_of_its_prefix(make):
     assert 128 in [end for _, end in first]  # the last multiple of 64 before the end
     assert ask(drive, "b", prompt)[0] == (128, 144)
     assert ask(drive, "c", [*prompt, *text(40, 5)])[0][0] == 128
-    assert ask(drive, "d", [*prompt, *text(40, 5)])[0][0] == 128  # its own is at 128, too
+    # Its own is at 128, too.
+    assert ask(drive, "d", [*prompt, *text(40, 5)])[0][0] == 128
     assert ask(drive, "e", [*prompt, *text(50, 5)])[0][0] == 128
     assert ask(drive, "f", [*prompt, *text(50, 5)])[0][0] == 192
     assert ask(drive, "g", prompt[:129])[0] == (128, 129)
@@ -201,7 +214,8 @@ def test_a_prompt_begins_at_the_last_checkpoint_of_its_prefix(make):
 
 @pytest.mark.parametrize("make", [prefill_drive, decode_drive])
 def test_a_prefix_that_several_prompts_share_gets_a_checkpoint(make):
-    drive = make(512, state_blocks=40)  # so large that a prompt has no checkpoint on its way
+    # So large that a prompt has no checkpoint on its way.
+    drive = make(512, state_blocks=40)
     starts = [
         ask(drive, name, [*text(100), *text(60, salt)])[0][0]
         for name, salt in (("a", 1), ("b", 2), ("c", 3))
@@ -210,7 +224,9 @@ def test_a_prefix_that_several_prompts_share_gets_a_checkpoint(make):
 
 
 def test_long_prompts_have_checkpoints_on_their_way():
-    limits = msgspec.structs.replace(LIMITS, max_model_len=2000, max_num_batched_tokens=500)
+    limits = msgspec.structs.replace(
+        LIMITS, max_model_len=2000, max_num_batched_tokens=500
+    )
     drive = prefill_drive(1024, limits, state_blocks=50)
     chunks = ask(drive, "a", text(1300))
     assert [end for _, end in chunks if end % 64 == 0] == [448, 896, 1280]
@@ -262,7 +278,9 @@ def test_random_prompts_that_share_prefixes_keep_their_states(seed):
     """On a pool that fills up, with cancels: the executor refuses a wrong state."""
     luck = random.Random(seed)
     state_blocks = luck.choice((1, 3, 7))
-    limits = msgspec.structs.replace(LIMITS, max_num_batched_tokens=luck.choice((16, 50, 200)))
+    limits = msgspec.structs.replace(
+        LIMITS, max_num_batched_tokens=luck.choice((16, 50, 200))
+    )
     drive = decode_drive(luck.choice((110, 160, 300)), limits, state_blocks)
     asked: dict[str, tuple[list[int], int, int]] = {}
     launched: list[StepPlan] = []

@@ -24,7 +24,13 @@ from baton.kv_transfer.interfaces import (
 )
 from baton.node.scheduling import prefix_reads
 from baton.node.scheduling.tiers import MAX_SAVES, RETRY_S
-from baton.protocol.blocks import KEY_BYTES, NO_HASH, block_hashes, pack_hashes, unpack_hashes
+from baton.protocol.blocks import (
+    KEY_BYTES,
+    NO_HASH,
+    block_hashes,
+    pack_hashes,
+    unpack_hashes,
+)
 from baton.protocol.errors import Failure
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import BlockRange, TierName
@@ -57,7 +63,9 @@ def few_tokens_are_worth_it(monkeypatch):
 class TierDrive:
     """A scheduler with a tier whose store does at once what it is told."""
 
-    def __init__(self, drive: Drive, num_slots: int = 32, name: TierName = "folder") -> None:
+    def __init__(
+        self, drive: Drive, num_slots: int = 32, name: TierName = "folder"
+    ) -> None:
         self.drive = drive
         self.name: TierName = name
         self.stored: dict[int, tuple[bytes, list[Context | int | None]]] = {}
@@ -80,7 +88,9 @@ class TierDrive:
     def copies(self, save: SaveBlocks) -> None:
         slots = self.drive.model.slots
         hashes = unpack_hashes(save.hashes)
-        for slot, block_hash, block in zip(save.slots, hashes, save.block_ids, strict=True):
+        for slot, block_hash, block in zip(
+            save.slots, hashes, save.block_ids, strict=True
+        ):
             self.stored[slot] = block_hash, list(slots[block])
         self.reports(BlocksCopied(save.ticket))
 
@@ -100,7 +110,9 @@ class TierDrive:
     def lands(self, load: LoadPrefix) -> None:
         for part in load.parts:
             hashes = unpack_hashes(part.hashes)
-            for slot, block_hash, block in zip(part.slots, hashes, part.block_ids, strict=True):
+            for slot, block_hash, block in zip(
+                part.slots, hashes, part.block_ids, strict=True
+            ):
                 held, content = self.stored[slot]
                 assert held == block_hash
                 self.drive.model.slots[block] = list(content)
@@ -133,7 +145,9 @@ def make(request) -> Callable[..., Drive]:
     return request.param
 
 
-def saved(make: Callable[..., Drive], num_blocks: int = 64, num_slots: int = 32) -> TierDrive:
+def saved(
+    make: Callable[..., Drive], num_blocks: int = 64, num_slots: int = 32
+) -> TierDrive:
     """One whose tier has what its pool has forgotten."""
     tier = TierDrive(make(num_blocks), num_slots)
     adds(tier.drive, "before", PROMPT)
@@ -196,7 +210,9 @@ def test_blocks_are_read_before_their_prompt_has_its_turn():
     tier.reports(KVReceived(load.key, (), 0, 0.0, 0.0))
     drive.settle(plan)
     drive.run()
-    [chunk] = [part for made in drive.plans for part in made.slices if part.key == key("r")]
+    [chunk] = [
+        part for made in drive.plans for part in made.slices if part.key == key("r")
+    ]
     assert (chunk.start, chunk.length) == (20, 1)
 
 
@@ -215,7 +231,10 @@ def test_a_prompt_whose_blocks_do_not_come_is_computed(make, failure):
     adds(tier.drive, "r", PROMPT)
     tier.loads(failure)
     tier.drive.run()
-    assert tier.drive.plans[-1].slices[0].start + tier.drive.plans[-1].slices[0].length == 21
+    assert (
+        tier.drive.plans[-1].slices[0].start + tier.drive.plans[-1].slices[0].length
+        == 21
+    )
     assert tier.drive.pool.counts.failed_prefix_reads == 1
     num_saved = tier.saves_all()
     assert tier.drive.pool.num_owned == 0
@@ -275,9 +294,13 @@ def test_the_least_recently_used_block_makes_room(make):
     assert tier.saves_all() == 5
     index = tier.tiers.by_name["folder"]
     assert len(index) == 8
-    assert all(index.slot_of(one) is not None for one in block_hashes(OTHER, BLOCK_SIZE))
+    assert all(
+        index.slot_of(one) is not None for one in block_hashes(OTHER, BLOCK_SIZE)
+    )
     held = [index.slot_of(one) is not None for one in block_hashes(PROMPT, BLOCK_SIZE)]
-    assert held == [True, True, True, False, False], "the first ones of a prompt stay longest"
+    assert held == [True, True, True, False, False], (
+        "the first ones of a prompt stay longest"
+    )
 
 
 def test_a_full_disk_is_left_alone_for_some_time_and_holds_nothing_of_it(make):
@@ -346,7 +369,9 @@ def test_a_tier_that_was_filled_before_is_found(make):
     drive = make()
     hashes = block_hashes(PROMPT, BLOCK_SIZE)
     before = [NO_HASH, *reversed(hashes), hashes[0]]
-    drive.scheduler.on_report(0.0, TierOpened("folder", len(before), pack_hashes(before)))
+    drive.scheduler.on_report(
+        0.0, TierOpened("folder", len(before), pack_hashes(before))
+    )
     adds(drive, "r", PROMPT)
     drive.launch()
     [load] = [event for event in drive.asked if isinstance(event, LoadPrefix)]
@@ -396,7 +421,9 @@ def test_memory_is_read_before_the_folder_and_both_make_one_prefix():
     drive = prefill_drive()
     hashes = block_hashes(PROMPT, BLOCK_SIZE)
     drive.scheduler.on_report(0.0, TierOpened("folder", 4, pack_hashes(hashes[:4])))
-    drive.scheduler.on_report(0.0, TierOpened("memory", 2, pack_hashes([hashes[4], hashes[1]])))
+    drive.scheduler.on_report(
+        0.0, TierOpened("memory", 2, pack_hashes([hashes[4], hashes[1]]))
+    )
     adds(drive, "r", PROMPT)
     drive.launch()
     [load] = [event for event in drive.asked if isinstance(event, LoadPrefix)]
@@ -411,7 +438,9 @@ def test_what_a_tier_lacks_is_asked_of_another_node():
     drive = tier.drive
     longer = [*PROMPT[:20], *OTHER]
     message = prefill("r", longer)
-    message = msgspec.structs.replace(message, decode_node=None, prefix_node=NodeId("d1"))
+    message = msgspec.structs.replace(
+        message, decode_node=None, prefix_node=NodeId("d1")
+    )
     drive.scheduler.add(0.0, 0, message)
     tier.loads()
     drive.launch()
@@ -431,7 +460,9 @@ LENT_HASHES = block_hashes(LENT, BLOCK_SIZE)
 
 
 def wants(drive: Drive, num_held_blocks: int = 0) -> None:
-    wanted = PrefixWanted(key("r"), NodeId("reader"), pack_hashes(LENT_HASHES), num_held_blocks)
+    wanted = PrefixWanted(
+        key("r"), NodeId("reader"), pack_hashes(LENT_HASHES), num_held_blocks
+    )
     drive.scheduler.on_report(drive.now_s, wanted)
     drive._collect()
 
@@ -440,7 +471,10 @@ def lent(drive: Drive) -> list[int]:
     """The blocks that are announced to the reader, after the steps that it takes."""
     drive.run()
     return [
-        block for event in drive.asked if isinstance(event, BlockRange) for block in event.block_ids
+        block
+        for event in drive.asked
+        if isinstance(event, BlockRange)
+        for block in event.block_ids
     ]
 
 

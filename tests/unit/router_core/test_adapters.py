@@ -65,7 +65,9 @@ class World:
             def send(node: NodeId, message: object, number: int = number) -> None:
                 self.queues.setdefault((f"r{number}", node), deque()).append(message)
 
-            self.routers.append(ClusterAdapters(registry, send, Epoch(f"epoch-{number}")))
+            self.routers.append(
+                ClusterAdapters(registry, send, Epoch(f"epoch-{number}"))
+            )
         self.nodes: dict[str, AdapterSlots] = {}
         self.disks: dict[str, Disk] = {}
         for number in range(num_nodes):
@@ -76,7 +78,9 @@ class World:
         for key in [key for key in self.queues if name in key]:
             del self.queues[key]
         limits = NodeLimits(8, 8, 100, max_loras=MAX_LORAS)
-        scheduler = SimpleNamespace(limits=limits, loras_in_use=lambda: self.in_use | {""})
+        scheduler = SimpleNamespace(
+            limits=limits, loras_in_use=lambda: self.in_use | {""}
+        )
         self.disks[name] = Disk(self.files)
         self.nodes[name] = AdapterSlots(scheduler, self.disks[name])
         role = "prefill" if name == "n0" else "decode"
@@ -134,7 +138,9 @@ class World:
                 return
         raise AssertionError("it never ends")
 
-    async def load(self, router: int, name: str, path: str, **more: bool) -> BatonError | None:
+    async def load(
+        self, router: int, name: str, path: str, **more: bool
+    ) -> BatonError | None:
         how = {"in_place": False, **more}
         loading = asyncio.ensure_future(
             self.routers[router].load(name, path, others=("base",), **how)
@@ -254,7 +260,9 @@ async def test_nodes_that_come_back_load_what_the_others_have():
 @on_a_loop
 async def test_a_node_that_leaves_during_a_load_is_not_waited_for():
     world = World(1, 2)
-    loading = asyncio.ensure_future(world.routers[0].load("sql", "/a", in_place=False, others=()))
+    loading = asyncio.ensure_future(
+        world.routers[0].load("sql", "/a", in_place=False, others=())
+    )
     await asyncio.sleep(0)
     world.start("n1", life=1)
     await world.settle(loading)
@@ -298,7 +306,9 @@ async def test_routers_agree_after_any_changes_at_once(seed):
             for _ in range(rng.randrange(10)):
                 await asyncio.sleep(0)
                 world.step()
-    await world.settle(*(t for t in asyncio.all_tasks() if t is not asyncio.current_task()))
+    await world.settle(
+        *(t for t in asyncio.all_tasks() if t is not asyncio.current_task())
+    )
     agreed(world)
 
 

@@ -98,7 +98,9 @@ class Announcements(RuleBasedStateMachine):
     def held(self, keys: Sequence[BlockKey]) -> dict[NodeId, int]:
         """How many blocks at the front of `keys` each node holds; no node is named twice."""
         found = self.registry.caches.held(keys)
-        named = [(name, num_blocks) for num_blocks, names in found.items() for name in names]
+        named = [
+            (name, num_blocks) for num_blocks, names in found.items() for name in names
+        ]
         assert len(dict(named)) == len(named)
         return dict(named)
 
@@ -181,7 +183,10 @@ def test_a_large_cache_is_told_in_parts_and_known_up_to_a_bound():
         cache.rest(block)
     cache.watch(ROUTER)
     parts = [one for at_s in (1.0, 2.0, 3.0) for _, one in cache.journal.take(at_s)]
-    assert [(one.number, len(unpack_keys(one.added))) for one in parts] == [(0, MAX_KEYS), (1, 100)]
+    assert [(one.number, len(unpack_keys(one.added))) for one in parts] == [
+        (0, MAX_KEYS),
+        (1, 100),
+    ]
     assert all(index.hear(NODES[0], one) for one in parts)
     assert index.num_blocks(NODES[0]) == MAX_KEYS + 10
     cache.evict()

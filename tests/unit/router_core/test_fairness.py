@@ -73,9 +73,13 @@ class Cluster:
 
     def _sent(self, tenant: Tenant) -> None:
         attempt = place(f"r{next(self._numbers)}", PROMPT, tenant=tenant)
-        attempt = msgspec.structs.replace(attempt, num_final_tokens=PROMPT + OUTPUT, block_keys=())
+        attempt = msgspec.structs.replace(
+            attempt, num_final_tokens=PROMPT + OUTPUT, block_keys=()
+        )
         try:
-            pushed_out = self.admission.check_room(self.now_s, PROMPT, tenant, could_serve=True)
+            pushed_out = self.admission.check_room(
+                self.now_s, PROMPT, tenant, could_serve=True
+            )
         except Overloaded:
             self.num_refused[tenant] += 1
             return
@@ -129,7 +133,9 @@ def sends(bench: Cluster, tenant: Tenant, first_s: float, every_s: float) -> Non
 
 
 @pytest.mark.parametrize("rate", [60, 120, 400])
-def test_a_polite_client_gets_its_first_token_within_twice_the_time_that_it_takes_alone(rate):
+def test_a_polite_client_gets_its_first_token_within_twice_the_time_that_it_takes_alone(
+    rate,
+):
     """Prompts as short as these cost the flood a quarter, since steps are smaller."""
     alone = Cluster()
     beside = Cluster()
@@ -140,7 +146,9 @@ def test_a_polite_client_gets_its_first_token_within_twice_the_time_that_it_take
         sends(bench, FLOOD, 0.0, 1 / rate)
     for bench in (alone, beside, flooded):
         bench.run(SECONDS)
-    first_s, later_s = (statistics.median(bench.first_s[POLITE]) for bench in (alone, beside))
+    first_s, later_s = (
+        statistics.median(bench.first_s[POLITE]) for bench in (alone, beside)
+    )
     assert later_s <= 2 * first_s
     assert beside.num_refused[POLITE] == 0
     assert len(beside.first_s[FLOOD]) >= 0.7 * len(flooded.first_s[FLOOD])

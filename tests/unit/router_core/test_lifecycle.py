@@ -96,7 +96,9 @@ class Driver:
     def step(self, event: RequestEvent) -> list[RequestCommand]:
         return self.lifecycle.step(self.now_s, event)
 
-    def place(self, prefill: NodeId | None = P, decode: NodeId | None = D) -> list[RequestCommand]:
+    def place(
+        self, prefill: NodeId | None = P, decode: NodeId | None = D
+    ) -> list[RequestCommand]:
         (place,) = of_type(self.step(Begun()), Selection)
         return self.step(selected(place, prefill, decode, EPOCHS))
 
@@ -118,8 +120,14 @@ def test_a_request_goes_from_one_place_to_closed():
     drive = Driver()
     sent = of_type(drive.place(), Send)
     assert [send.node for send in sent] == [D, P]
-    assert drive.says(P, FirstTokens(KEY, 3, (FirstToken(9),), TIMES)) == [Release(P, KEY)]
-    assert drive.metrics.prefill_s == drive.metrics.attempts[0].prefill_s == TIMES.prefill_s
+    assert drive.says(P, FirstTokens(KEY, 3, (FirstToken(9),), TIMES)) == [
+        Release(P, KEY)
+    ]
+    assert (
+        drive.metrics.prefill_s
+        == drive.metrics.attempts[0].prefill_s
+        == TIMES.prefill_s
+    )
     assert drive.says(D, Accepted(KEY)) == [Deliver(0, [9])]
     assert drive.says(D, TokenEntry(KEY, 3, [9, 8])) == [
         HandoffEnded((P, EPOCHS[P]), (D, EPOCHS[D])),
@@ -154,7 +162,9 @@ def test_a_prompt_that_was_not_cached_goes_elsewhere_and_nobody_is_blamed():
     assert (again.is_remote_only, again.avoid) == (True, frozenset())
     # A node that says so of a prompt without a bound is at fault.
     drive.step(selected(again, None, D, EPOCHS))
-    assert of_type(drive.says(D, Failed(again.key, refusal)), Outcome) == [Outcome(refusal)]
+    assert of_type(drive.says(D, Failed(again.key, refusal)), Outcome) == [
+        Outcome(refusal)
+    ]
 
 
 def test_a_gap_loses_the_attempt_and_the_choice_resumes_from_what_was_received():
@@ -219,7 +229,10 @@ def test_a_request_that_kills_two_nodes_is_refused_whatever_progress_it_made():
     drive.says(D, TokenEntry(place.key, 5, [9, 9]))
     commands = drive.says(D, Crashed((place.key,), LOST))
     (outcome,) = of_type(commands, Outcome)
-    assert (outcome.failure.code, outcome.failure.http_status) == ("request_kills_nodes", 422)
+    assert (outcome.failure.code, outcome.failure.http_status) == (
+        "request_kills_nodes",
+        422,
+    )
     assert of_type(drive.step(NodeLost(D, LOST)), Selection) == []
 
 
@@ -249,7 +262,10 @@ def test_a_failed_handoff_is_recorded_for_the_pair_and_both_are_avoided_for_a_wh
     commands = drive.says(D, Failed(KEY, REFUSED))
     pair = (P, EPOCHS[P]), (D, EPOCHS[D])
     assert of_type(commands, HandoffEnded) == [HandoffEnded(*pair, REFUSED)]
-    assert (drive.metrics.retry_codes, drive.metrics.num_resumes) == ({REFUSED.code: 1}, 0)
+    assert (drive.metrics.retry_codes, drive.metrics.num_resumes) == (
+        {REFUSED.code: 1},
+        0,
+    )
     (place,) = of_type(commands, Selection)
     assert place.avoid == set(pair)
     drive.step(selected(place, NodeId("p2"), NodeId("d2")))
@@ -271,7 +287,10 @@ def test_a_handoff_that_fails_after_the_first_token_is_tried_again(is_accepted):
     assert drive.metrics.attempts[0].failure == REFUSED.code
     assert of_type(out, Send) == [Send(D, Cancel((KEY,)))]
     (place,) = of_type(out, Selection)
-    assert (place.num_tokens, {node for node, _ in place.avoid}) == (3 + is_accepted, {P, D})
+    assert (place.num_tokens, {node for node, _ in place.avoid}) == (
+        3 + is_accepted,
+        {P, D},
+    )
 
 
 def test_a_request_that_no_node_has_in_progress_is_tried_again_with_other_nodes():
@@ -301,7 +320,9 @@ def test_a_stream_that_its_node_ended_unasked_moves_on():
     drive.says(D, TokenEntry(KEY, 3, [9]))
     drive.says(D, TokenEntry(Key(R, 1), 3, [8]))
     drive.step(ChoiceStopped(1))
-    assert of_type(drive.says(D, CancelDone((Key(R, 1),))), Selection) == [], "it was asked for"
+    assert of_type(drive.says(D, CancelDone((Key(R, 1),))), Selection) == [], (
+        "it was asked for"
+    )
     assert of_type(drive.says(P, CancelDone((KEY,))), Selection) == [], (
         "prefill is no longer needed"
     )

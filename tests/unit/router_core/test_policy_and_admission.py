@@ -60,7 +60,9 @@ def test_a_node_that_failed_the_request_is_the_last_resort():
     failed = frozenset(process(name) for name in ("p0", "d0", "d1"))
     assert choose(registry, place("a", avoid=failed)) == ("p1", "d0")
     # A process that replaced one that failed has failed no request.
-    restarted = frozenset({process("p0", "before"), process("d0", "before"), process("d1")})
+    restarted = frozenset(
+        {process("p0", "before"), process("d0", "before"), process("d1")}
+    )
     assert choose(cluster(*PAIRS), place("b", avoid=restarted)) == ("p0", "d0")
 
 
@@ -83,7 +85,9 @@ def test_a_pair_whose_handoff_failed_is_avoided_and_then_tried_by_one_attempt_at
     assert not registry.pairs.allows(2.5 * later_s, process("p0"), process("d0"))
     assert registry.pairs.worked(process("p0"), process("d1"))
     assert registry.pairs.allows(later_s, process("p0"), process("d1"))
-    counts = {one.decode_node: one.num_failures for one in registry.pairs.transfers(0.0)}
+    counts = {
+        one.decode_node: one.num_failures for one in registry.pairs.transfers(0.0)
+    }
     assert counts == {"d1": 1, "d0": 2}
     registry.gone(NodeId("p0"))
     assert not any(one.reason for one in registry.pairs.transfers(later_s))
@@ -108,7 +112,9 @@ def test_pairs_that_can_never_exchange_blocks_are_never_tried_and_shown():
     for name in "abc":
         pair = choose(registry, place(name), "never")
         assert pair[0] == "p0"
-    reasons = {node.node_id: node.reason for node in nodes_health(0.0, registry) if node.reason}
+    reasons = {
+        node.node_id: node.reason for node in nodes_health(0.0, registry) if node.reason
+    }
     assert list(reasons) == ["p1"]
     assert "no common transport" in reasons["p1"]
     registry.gone(NodeId("p0"))
@@ -131,7 +137,9 @@ def test_a_prompt_to_pool_goes_to_a_prefill_node_alone(mode):
     assert choose(cluster(*PAIRS[:2]), place("b", 8), mode) is None
 
 
-def with_states(name: str, role: Role, num_blocks: int = 64, state_blocks: int = 3) -> NodeInfo:
+def with_states(
+    name: str, role: Role, num_blocks: int = 64, state_blocks: int = 3
+) -> NodeInfo:
     info = node_info(name, role, num_blocks=num_blocks)
     layout = msgspec.structs.replace(info.layout, state_blocks=state_blocks)
     return msgspec.structs.replace(info, layout=layout)
@@ -146,14 +154,19 @@ def test_blocks_of_a_prompt_without_its_state_do_not_make_it_local():
         registry = cluster(*nodes)
         assert registry.hears_cache(NodeId("d0"), CacheChanges(0, pack_keys(known)))
         assert choose(registry, place("a", 60)) == expected
-        assert choose(registry, place("b", 30)) == (None, "d0"), "short enough to compute"
+        assert choose(registry, place("b", 30)) == (None, "d0"), (
+            "short enough to compute"
+        )
 
 
 def test_a_state_takes_room_beside_the_tokens_of_each_choice():
     nodes = [with_states("p0", "prefill", 20), with_states("d0", "decode", 20)]
     limits = limits_of(cluster(*nodes), "auto")
     assert limits.max_model_len == (20 - 3) * BLOCK_SIZE
-    assert fit(16, SamplingParams(max_tokens=None), limits) == (17 * BLOCK_SIZE - 16, None)
+    assert fit(16, SamplingParams(max_tokens=None), limits) == (
+        17 * BLOCK_SIZE - 16,
+        None,
+    )
     two = SamplingParams(max_tokens=None, n=2)  # 16 of 20 blocks are not shared
     assert fit(16, two, limits) == ((16 // 2 - 3) * BLOCK_SIZE, None)
     assert choose(cluster(*nodes), place(num_tokens=68)) is None
@@ -169,7 +182,10 @@ def test_a_text_to_pool_leaves_room_for_its_state():
 
 
 def test_nodes_whose_pool_is_too_small_are_passed_over():
-    small = [node_info("p0", "prefill", num_blocks=9), node_info("d0", "decode", num_blocks=12)]
+    small = [
+        node_info("p0", "prefill", num_blocks=9),
+        node_info("d0", "decode", num_blocks=12),
+    ]
     large = [node_info("p1", "prefill"), node_info("d1", "decode")]
     assert choose(cluster(*small, *large), place(num_tokens=40)) == ("p1", "d1")
     assert choose(cluster(*small, *large), place(num_tokens=36)) == ("p0", "d0")
@@ -181,7 +197,9 @@ def test_the_longest_sequence_is_what_the_model_and_the_largest_pools_can_take()
     assert limits_of(cluster(nodes[0]), "auto").max_model_len == 32
     nodes.append(node_info("p0", "prefill", num_blocks=20))
     assert limits_of(cluster(*nodes), "auto").max_model_len == 80
-    assert limits_of(cluster(*nodes), "always").max_model_len == 200, "that of the model"
+    assert limits_of(cluster(*nodes), "always").max_model_len == 200, (
+        "that of the model"
+    )
 
 
 @pytest.mark.parametrize(
@@ -214,7 +232,9 @@ def test_prompts_that_no_node_could_compute_are_refused(token_ids):
     with pytest.raises(RequestError) as error:
         check_prompt(token_ids, LIMITS.vocab_size, LIMITS.max_model_len)
     is_long = len(token_ids) > 1
-    assert error.value.code == ("context_length_exceeded" if is_long else "invalid_request")
+    assert error.value.code == (
+        "context_length_exceeded" if is_long else "invalid_request"
+    )
     assert error.value.param == "prompt"
 
 
@@ -238,7 +258,9 @@ def test_resumes_go_before_retries_and_these_before_what_is_new_and_need_no_room
         admission.wait(0.0, place(name))
     assert taken(admission) == ["a", "b"]
     admission.wait(0.0, Selection(Key(RequestId("a"), 0, 1), 40, 1, True, 50))
-    admission.wait(0.0, Selection(Key(RequestId("b"), 0, 1), 40, 1, True, 50, is_resume=True))
+    admission.wait(
+        0.0, Selection(Key(RequestId("b"), 0, 1), 40, 1, True, 50, is_resume=True)
+    )
     assert taken(admission) == ["b", "a"]
     admission.ended(RequestId("a"))
     assert taken(admission) == ["c"]
@@ -247,7 +269,9 @@ def test_resumes_go_before_retries_and_these_before_what_is_new_and_need_no_room
 def test_an_attempt_rather_waits_than_goes_back_at_once_to_the_nodes_that_failed_it():
     admission = queue()
     failed = frozenset(process(name) for name in ("p0", "p1", "d0"))
-    attempt = Selection(Key(RequestId("a"), 0, 2), 40, 1, True, 50, avoid=failed, avoid_until_s=2.0)
+    attempt = Selection(
+        Key(RequestId("a"), 0, 2), 40, 1, True, 50, avoid=failed, avoid_until_s=2.0
+    )
     admission.wait(0.0, attempt)
     admission.wait(0.0, place("b"))
     assert taken(admission) == ["b"]
@@ -261,8 +285,11 @@ def test_an_attempt_rather_waits_than_goes_back_at_once_to_the_nodes_that_failed
 
 def test_the_queue_is_bounded_in_number_and_bytes_and_says_when_to_try_again():
     admission = queue(max_queued=2)
-    admission.check_room(0.0, 2 * MAX_QUEUED_TOKENS, could_serve=False)  # alone, any may wait
-    long = Selection(Key(RequestId("a")), MAX_QUEUED_TOKENS, 1, True, MAX_QUEUED_TOKENS + 10)
+    # Alone, any may wait.
+    admission.check_room(0.0, 2 * MAX_QUEUED_TOKENS, could_serve=False)
+    long = Selection(
+        Key(RequestId("a")), MAX_QUEUED_TOKENS, 1, True, MAX_QUEUED_TOKENS + 10
+    )
     admission.wait(0.0, long)
     with pytest.raises(Overloaded, match="prompt tokens are waiting"):
         admission.check_room(0.0, 1, could_serve=False)
@@ -292,7 +319,9 @@ def in_turns(admission: Admission, num: int) -> str:
     return order
 
 
-def waiting_for(admission: Admission, tenant: Tenant, num: int, num_tokens: int = 40) -> None:
+def waiting_for(
+    admission: Admission, tenant: Tenant, num: int, num_tokens: int = 40
+) -> None:
     for _ in range(num):
         name = f"{tenant.name}{next(NUMBERS)}"
         admission.wait(0.0, place(name, num_tokens, tenant=tenant))
@@ -382,7 +411,11 @@ def test_each_attempt_waits_so_long_and_a_stream_that_began_longer():
     assert taken(admission) == [], "no pool is large enough for the resume"
     assert admission.take_overdue(29.9) == []
     ((key, failure),) = admission.take_overdue(30.0)
-    assert (key, failure.code, failure.http_status) == (place("a").key, "queue_timeout", 503)
+    assert (key, failure.code, failure.http_status) == (
+        place("a").key,
+        "queue_timeout",
+        503,
+    )
     assert failure.retry_after_s is not None
     assert [key for key, _ in admission.take_overdue(300.9)] == [place("b").key]
     ((key, failure),) = admission.take_overdue(301.0)
@@ -392,12 +425,16 @@ def test_each_attempt_waits_so_long_and_a_stream_that_began_longer():
 
 def small_cluster(*names: str) -> Registry:
     """Return nodes of 64 blocks of 4 tokens, which take 4 sequences and 32 tokens in a step."""
-    infos = [node_info(name, "prefill" if name[0] == "p" else "decode") for name in names]
+    infos = [
+        node_info(name, "prefill" if name[0] == "p" else "decode") for name in names
+    ]
     facts = NodeFacts(step=StepLimits(4, 32))
     return cluster(*(msgspec.structs.replace(info, facts=facts) for info in infos))
 
 
-def full(registry: Registry, policy: CheapestPair, name: str, num_tokens: int = 40) -> set[str]:
+def full(
+    registry: Registry, policy: CheapestPair, name: str, num_tokens: int = 40
+) -> set[str]:
     """Selection an attempt if its nodes have room for it; return those that have none."""
     selected = policy.choose(0.0, registry, place(name, num_tokens))
     if not selected.full:
@@ -502,12 +539,15 @@ def test_a_prompt_goes_where_most_of_it_is_cached_until_the_queue_costs_more():
     assert (selected.prefill_node, selected.decode_node) == ("p1", "d1")
     assert (selected.num_cached_tokens, selected.loads[0][1].num_tokens) == (36, 4)
     registry.reserve(NodeId("p1"), Key(RequestId("busy")), ReservedLoad(36, 1))
-    assert choose(registry, place("b"), "never") == ("p0", "d1")  # as much work, and less queue
+    # As much work, and less queue.
+    assert choose(registry, place("b"), "never") == ("p0", "d1")
     assert choose(registry, place("c"), "never") == ("p1", "d0")  # d1 has a sequence
     registry.gone(NodeId("p1"))
     join(registry, node_info("p1", "prefill", "e1"))
     registry.forget(RequestId("b"))
-    assert choose(registry, place("d"), "never") == ("p0", "d1"), "its successor has nothing cached"
+    assert choose(registry, place("d"), "never") == ("p0", "d1"), (
+        "its successor has nothing cached"
+    )
 
 
 def lending(info: NodeInfo, compute: str = "") -> NodeInfo:
@@ -537,7 +577,9 @@ def test_a_prefix_is_read_from_the_decode_node_that_takes_the_prompt_or_has_most
     registry.gone(NodeId("p1"))
     held = 160 - MIN_READ_TOKENS + BLOCK_SIZE
     holding(registry, p0=held)
-    assert prefix_of(registry) == (None, held, 200 - held), "p0 has nearly as much itself"
+    assert prefix_of(registry) == (None, held, 200 - held), (
+        "p0 has nearly as much itself"
+    )
     registry.gone(NodeId("d0"))
     holding(registry, p0=0)
     assert prefix_of(registry) == ("d1", 80, 120)
@@ -566,7 +608,9 @@ def test_a_prompt_stays_on_decode_if_little_of_it_is_new_there():
     assert choose(registry, remote) == ("p0", "d0")
     # A decode node that waits for so much less than the other is given up for.
     for number in range(20):
-        registry.reserve(NodeId("d1"), Key(RequestId(f"busy{number}")), ReservedLoad(10, 1))
+        registry.reserve(
+            NodeId("d1"), Key(RequestId(f"busy{number}")), ReservedLoad(10, 1)
+        )
     assert choose(registry, place("d", 60)) == ("p1", "d0")
 
 
@@ -575,14 +619,22 @@ def test_a_prompt_stays_on_decode_if_little_of_it_is_new_there():
     cached=st.lists(st.integers(0, 40).map(BLOCK_SIZE.__mul__), min_size=3, max_size=3),
     num_attempts=st.integers(1, 30),
 )
-def test_a_hot_prefix_unbalances_prefill_by_no_more_than_it_saves(queued, cached, num_attempts):
+def test_a_hot_prefix_unbalances_prefill_by_no_more_than_it_saves(
+    queued, cached, num_attempts
+):
     names = [f"p{number}" for number in range(3)]
-    registry = cluster(*(node_info(name, "prefill") for name in names), node_info("d0", "decode"))
+    registry = cluster(
+        *(node_info(name, "prefill") for name in names), node_info("d0", "decode")
+    )
     holding(registry, **dict(zip(names, cached, strict=True)))
     for name, num_tokens in zip(names, queued, strict=True):
-        registry.reserve(NodeId(name), Key(RequestId(name)), ReservedLoad(num_tokens, 1))
+        registry.reserve(
+            NodeId(name), Key(RequestId(name)), ReservedLoad(num_tokens, 1)
+        )
     for number in range(num_attempts):
-        before = {node.node_id: node.num_tokens for node in registry.in_service("prefill")}
+        before = {
+            node.node_id: node.num_tokens for node in registry.in_service("prefill")
+        }
         pair = choose(registry, place(f"r{number}", 160), "never")
         chosen = NodeId(pair[0] or "")
         saved = max(cached) - min(cached)
@@ -617,7 +669,9 @@ def test_no_pair_of_any_two_hosts_is_cheaper_than_the_chosen_one(nodes):
         cost = first.num_tokens + 10 * second.num_sequences + read * 160
         return cost, second.num_tokens, decode, prefill
 
-    pairs = [(one, two) for one in names for two in names if one[0] == "p" and two[0] == "d"]
+    pairs = [
+        (one, two) for one in names for two in names if one[0] == "p" and two[0] == "d"
+    ]
     cheapest = min(pairs, key=lambda pair: order(*pair), default=None)
     assert choose(registry, place("a", 160), "never") == cheapest
 
@@ -638,7 +692,9 @@ def test_a_prompt_goes_where_a_tier_has_it_unless_a_pool_does():
     registry = with_folder(holding(cluster(*PAIRS), p0=100), p1=180)
     assert choose(registry, place("a", 200), "never") == ("p1", "d0")
     registry = with_folder(cluster(*PAIRS), p1=40)
-    assert choose(registry, place("a", 200), "never") == ("p0", "d0"), "it is not worth a read"
+    assert choose(registry, place("a", 200), "never") == ("p0", "d0"), (
+        "it is not worth a read"
+    )
 
 
 def test_a_decode_node_may_compute_what_it_lacks_of_a_folder():
@@ -651,7 +707,9 @@ def test_a_prefix_is_read_from_a_decode_node_that_has_it_in_a_folder_alone():
     registry = with_folder(cluster(*infos), d1=160)
     assert prefix_of(registry) == ("d1", 160, 40)
     holding(registry, d0=156)
-    assert prefix_of(registry) == ("d0", 156, 44), "a pool lends nearly as much, and sooner"
+    assert prefix_of(registry) == ("d0", 156, 44), (
+        "a pool lends nearly as much, and sooner"
+    )
     holding(registry, d0=80)
     assert prefix_of(registry) == ("d1", 160, 40)
 

@@ -5,7 +5,13 @@ import itertools
 import msgspec
 import pytest
 
-from baton.protocol.blocks import block_hashes, pack_hashes, pack_keys, prompt_keys, unpack_hashes
+from baton.protocol.blocks import (
+    block_hashes,
+    pack_hashes,
+    pack_keys,
+    prompt_keys,
+    unpack_hashes,
+)
 from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.messages import (
     PREFETCHES,
@@ -37,7 +43,9 @@ HASHES = block_hashes(range(8 * BLOCK_SIZE), BLOCK_SIZE)
 P0, P1, D0, D1 = (NodeId(name) for name in ("p0", "p1", "d0", "d1"))
 NUM_SHARED = 25
 SAMPLING = Sampling(seed=0, max_tokens=8, cache_root=b"r" * 16)
-SHARED = block_hashes(range(NUM_SHARED * BLOCK_SIZE), BLOCK_SIZE, root=SAMPLING.cache_root)
+SHARED = block_hashes(
+    range(NUM_SHARED * BLOCK_SIZE), BLOCK_SIZE, root=SAMPLING.cache_root
+)
 
 
 def sharing(name: str, compute: str = "") -> NodeInfo:
@@ -53,7 +61,9 @@ class Asking:
         self.sent: list[tuple[NodeId, ToNode]] = []
         numbers = itertools.count()
         self.prefetches = Prefetches(
-            self.registry, lambda *sent: self.sent.append(sent), lambda: f"p{next(numbers)}"
+            self.registry,
+            lambda *sent: self.sent.append(sent),
+            lambda: f"p{next(numbers)}",
         )
 
     def leaves(self, node: NodeId, number: int = 1, first: int = 0) -> None:
@@ -65,7 +75,11 @@ class Asking:
         return [(node, sent) for node, sent in self.sent if isinstance(sent, Prefetch)]
 
     def told(self) -> list[tuple[NodeId, int]]:
-        return [(node, sent.number) for node, sent in self.sent if isinstance(sent, HandedOver)]
+        return [
+            (node, sent.number)
+            for node, sent in self.sent
+            if isinstance(sent, HandedOver)
+        ]
 
 
 @pytest.fixture
@@ -93,19 +107,26 @@ def test_only_what_no_other_node_holds_is_read(asking):
     held = pack_keys(HASHES[:3])
     assert asking.registry.hears_cache(P0, CacheChanges(0, held))
     assert asking.registry.hears_cache(D0, CacheChanges(0, pack_keys(HASHES)))
-    assert asking.registry.hears_cache(D1, CacheChanges(0, pack_keys(HASHES[:5]), tier="folder"))
+    assert asking.registry.hears_cache(
+        D1, CacheChanges(0, pack_keys(HASHES[:5]), tier="folder")
+    )
     asking.leaves(D0)
     assert unpack_hashes(asking.asked()[0][1].hashes) == HASHES[5:]
     asking.registry.drains(D1)
     asking.leaves(D0, 2)
-    assert unpack_hashes(asking.asked()[1][1].hashes) == HASHES[3:], "it leaves with its tiers"
+    assert unpack_hashes(asking.asked()[1][1].hashes) == HASHES[3:], (
+        "it leaves with its tiers"
+    )
     asking.leaves(D0, 3, first=8)
     assert asking.told() == [(D0, 3)], "nothing is left to read"
 
 
 def test_nodes_that_compute_otherwise_read_nothing():
     other = msgspec.structs.replace(node_info("p1", "prefill"), compute="y")
-    for infos in ((sharing("d0", "x"), sharing("p0", "y")), (sharing("d0", "y"), other)):
+    for infos in (
+        (sharing("d0", "x"), sharing("p0", "y")),
+        (sharing("d0", "y"), other),
+    ):
         asking = Asking(*infos)
         asking.leaves(D0)
         assert (asking.asked(), asking.told()) == ([], [(D0, 1)])
@@ -122,7 +143,9 @@ def test_a_node_that_leaves_is_told_of_reads_that_come_to_nothing(asking):
     assert len(asking.told()) == 2
 
 
-def hot(asking: Asking, now_s: float = 0.0, num_requests: int = 10, node: NodeId = P0) -> None:
+def hot(
+    asking: Asking, now_s: float = 0.0, num_requests: int = 10, node: NodeId = P0
+) -> None:
     """Let that node get as many requests with the same prefix, each with an end of its own."""
     for number in range(num_requests):
         tokens = [*range(NUM_SHARED * BLOCK_SIZE), *[500 + number] * 4 * BLOCK_SIZE]

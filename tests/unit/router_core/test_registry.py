@@ -74,7 +74,9 @@ def test_a_node_is_in_service_from_ready_to_the_end_of_its_channel():
 
 
 @pytest.mark.parametrize("is_draining", [False, True])
-def test_a_node_that_asks_again_in_its_session_gets_an_answer_and_keeps_its_work(is_draining):
+def test_a_node_that_asks_again_in_its_session_gets_an_answer_and_keeps_its_work(
+    is_draining,
+):
     registry = Registry()
     info = node_info("d0", "decode")
     peer = info.node_id
@@ -95,7 +97,9 @@ def test_three_missed_heartbeats_and_no_less_put_a_node_out():
     info = node_info("d0", "decode")
     join(registry, info)
     assert registry.tick(HEARTBEAT_TIMEOUT_S) == []
-    assert [type(change) for change in registry.tick(HEARTBEAT_TIMEOUT_S + 0.01)] == [Left]
+    assert [type(change) for change in registry.tick(HEARTBEAT_TIMEOUT_S + 0.01)] == [
+        Left
+    ]
     assert registry.tick(HEARTBEAT_TIMEOUT_S + 1) == []
     assert ids(registry, "decode") == []
     assert registry.heartbeat(9.0, heartbeat(info)) == [Entered(info)]
@@ -166,10 +170,15 @@ def test_a_node_that_drains_gets_nothing_new_and_keeps_what_it_has():
 
 
 def test_a_node_that_is_lost_is_remembered_for_an_hour_and_one_that_drained_is_not():
-    registry, (lost, planned) = Registry(), (node_info("d0", "decode"), node_info("d1", "decode"))
+    registry, (lost, planned) = (
+        Registry(),
+        (node_info("d0", "decode"), node_info("d1", "decode")),
+    )
     for info in (lost, planned):
         join(registry, info)
-    registry.heartbeat(1.0, Heartbeat(planned.node_id, planned.epoch, Load(), is_draining=True))
+    registry.heartbeat(
+        1.0, Heartbeat(planned.node_id, planned.epoch, Load(), is_draining=True)
+    )
     (left,) = registry.gone(planned.node_id)
     assert isinstance(left, Left)
     assert left.failure.code == "draining"
@@ -191,7 +200,9 @@ def test_a_new_process_of_the_same_name_starts_without_the_charges_of_the_old():
     key = Key(RequestId("r"))
     registry.reserve(old.node_id, key, ReservedLoad(10, 1))
     new = node_info("d0", "decode", "e1")
-    assert [type(change) for change in registry.hello(1.0, old.node_id, hello_of(new))] == [Left]
+    assert [
+        type(change) for change in registry.hello(1.0, old.node_id, hello_of(new))
+    ] == [Left]
     registry.ready(1.0, old.node_id, Ready(new))
     registry.release(old.node_id, key)
     assert nodes_health(1.0, registry)[0].num_tokens == 0
@@ -205,7 +216,9 @@ def test_a_whole_cluster_may_come_back_with_other_blocks_but_not_with_another_mo
     registry.gone(NodeId("p0"))
     stranger = node_info("d1", "decode", model="another")
     registry.hello(0.0, stranger.node_id, hello_of(stranger))
-    assert [type(c) for c in registry.ready(0.0, stranger.node_id, Ready(stranger))] == [Refuse]
+    assert [
+        type(c) for c in registry.ready(0.0, stranger.node_id, Ready(stranger))
+    ] == [Refuse]
     join(registry, node_info("d2", "decode", layout="another"))
     assert registry.model.layout.fingerprint == "another"
 
@@ -246,14 +259,22 @@ def test_a_node_that_computes_other_bits_serves_and_is_named_once():
     join(registry, computing(node_info("p0", "prefill"), "a-1"))
     join(registry, node_info("d1", "decode"))  # an older one, which does not say
     odd = computing(node_info("p1", "prefill"), "a-2")
-    registry.hello(0.0, odd.node_id, Hello(PROTOCOL_VERSION, odd.node_id, odd.role, odd.epoch))
+    registry.hello(
+        0.0, odd.node_id, Hello(PROTOCOL_VERSION, odd.node_id, odd.role, odd.epoch)
+    )
     differs = Notice(DIFFERENT_BITS, odd.node_id, NodeId("d0"))
     assert registry.ready(0.0, odd.node_id, Ready(odd)) == [Entered(odd), differs]
     assert registry.heartbeat(1.0, heartbeat(odd)) == []
     assert ids(registry, "prefill") == ["p0", "p1"]
     told = {health.node_id: health for health in nodes_health(1.0, registry)}
-    assert (told[odd.node_id].batch_invariant, told[odd.node_id].compute) == (True, "a-2")
-    assert (told[NodeId("d1")].batch_invariant, told[NodeId("d1")].compute) == (False, "")
+    assert (told[odd.node_id].batch_invariant, told[odd.node_id].compute) == (
+        True,
+        "a-2",
+    )
+    assert (told[NodeId("d1")].batch_invariant, told[NodeId("d1")].compute) == (
+        False,
+        "",
+    )
 
 
 def test_a_node_whose_layers_store_something_else_is_refused_in_one_line():
@@ -279,7 +300,9 @@ def test_nodes_whose_degrees_do_not_fit_are_never_paired_and_named_in_one_line()
     layout = KVLayout(16, 1024, "layout", kv_heads=6)
 
     def ready(name: str, role: Role, num_ranks: int) -> list[Change]:
-        split = msgspec.structs.replace(layout, block_bytes=layout.block_bytes * 6 // num_ranks)
+        split = msgspec.structs.replace(
+            layout, block_bytes=layout.block_bytes * 6 // num_ranks
+        )
         info = msgspec.structs.replace(
             node_info(name, role), layout=split, ranks=(RankAddress({}),) * num_ranks
         )
@@ -287,7 +310,12 @@ def test_nodes_whose_degrees_do_not_fit_are_never_paired_and_named_in_one_line()
         _, *rest = registry.ready(0.0, info.node_id, Ready(info))
         return rest
 
-    assert ready("d1", "decode", 1) == ready("d2", "decode", 2) == ready("p6", "prefill", 6) == []
+    assert (
+        ready("d1", "decode", 1)
+        == ready("d2", "decode", 2)
+        == ready("p6", "prefill", 6)
+        == []
+    )
     (unpaired,) = ready("p3", "prefill", 3)
     assert isinstance(unpaired, Notice)
     assert (unpaired.node, unpaired.other) == ("p3", "d2")
@@ -310,14 +338,18 @@ def test_a_pair_whose_prefill_node_cannot_reach_the_other_is_not_used_until_it_c
         assert registry.version > version, "requests that wait are looked at again"
 
 
-@pytest.mark.parametrize(("code", "is_over"), [("node_lost", True), ("stale_block", False)])
+@pytest.mark.parametrize(
+    ("code", "is_over"), [("node_lost", True), ("stale_block", False)]
+)
 def test_a_channel_that_is_open_again_ends_only_the_trouble_of_a_channel(code, is_over):
     registry = Registry()
     infos = node_info("p0", "prefill"), node_info("d0", "decode")
     for info in infos:
         join(registry, info)
     prefill, decode = ((info.node_id, info.epoch) for info in infos)
-    registry.pairs.failed(1.0, prefill, decode, TransferError("it broke", code=code).to_failure())
+    registry.pairs.failed(
+        1.0, prefill, decode, TransferError("it broke", code=code).to_failure()
+    )
     registry.pairs.selected(Key(RequestId("a")), prefill, decode)
     for cut in ((infos[1].node_id,), ()):
         message = msgspec.structs.replace(heartbeat(infos[0]), unreachable=cut)

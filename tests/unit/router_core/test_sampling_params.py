@@ -11,7 +11,9 @@ from baton.protocol.errors import RequestError
 from baton.protocol.sampling import EVERYONE, NEUTRAL, Sampling
 from baton.router.core.admission import sampling_of
 
-NOTHING_ASKED: list[dict[str, object]] = [{name: v} for name in NEUTRAL for v in NEUTRAL[name]]
+NOTHING_ASKED: list[dict[str, object]] = [
+    {name: v} for name in NEUTRAL for v in NEUTRAL[name]
+]
 REFUSED: list[tuple[str, object, str]] = [
     ("presence_penalty", 2.5, ""),
     ("repetition_penalty", 0.0, ""),
@@ -72,7 +74,9 @@ def test_an_unknown_name_is_refused():
 
 
 def test_positional_arguments_stand_in_vllm_s_order():
-    params = SamplingParams(2, 0.0, 0.0, 1.0, 0.7, 0.9, 40, 0.05, 7, "x", [3], True, 20, 5)
+    params = SamplingParams(
+        2, 0.0, 0.0, 1.0, 0.7, 0.9, 40, 0.05, 7, "x", [3], True, 20, 5
+    )
     assert params == SamplingParams(
         n=2,
         temperature=0.7,
@@ -98,11 +102,18 @@ def test_numbers_of_numpy_become_plain_ones_that_can_travel():
         stop_token_ids=(np.int64(4), 5),
     )
     plain = SamplingParams(
-        n=2, temperature=0.5, seed=3, max_tokens=9, stop=["a", "b"], stop_token_ids=[4, 5]
+        n=2,
+        temperature=0.5,
+        seed=3,
+        max_tokens=9,
+        stop=["a", "b"],
+        stop_token_ids=[4, 5],
     )
     assert params == plain
     encode = msgspec.msgpack.encode
-    assert encode(sampling_of(params, 9, EVERYONE)) == encode(sampling_of(plain, 9, EVERYONE))
+    assert encode(sampling_of(params, 9, EVERYONE)) == encode(
+        sampling_of(plain, 9, EVERYONE)
+    )
 
 
 def test_a_clone_is_equal_and_takes_changes_that_are_checked():

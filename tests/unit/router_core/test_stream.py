@@ -92,7 +92,9 @@ D0 = NodeId("d0")
 D1 = NodeId("d1")
 
 
-def attempt(choices: tuple[int, ...], number: int, asked_at_s: float, **times: Any) -> Attempt:
+def attempt(
+    choices: tuple[int, ...], number: int, asked_at_s: float, **times: Any
+) -> Attempt:
     key = Key(RequestId("r"), choices[0], number)
     return Attempt(key, choices, 3, asked_at_s=asked_at_s, **times)
 
@@ -127,7 +129,9 @@ LOST = attempt(
     lost_at_s=2.0,
     failure="node_lost",
 )
-RESUMED = attempt((1,), 1, 2.5, placed_at_s=2.75, decode_node=D1, decoding_at_s=3.5, prefill_s=0.5)
+RESUMED = attempt(
+    (1,), 1, 2.5, placed_at_s=2.75, decode_node=D1, decoding_at_s=3.5, prefill_s=0.5
+)
 OTHER = attempt((0,), 1, 2.25, placed_at_s=2.25, decode_node=D1, decoding_at_s=3.0)
 # The router read the message of the decode node before that of the prefill node.
 SWAPPED = attempt(
@@ -182,14 +186,19 @@ TOO_LONG = attempt(
             "router_queue 0.5 dispatch 0.25 prefill 1.0 first_step 0.25 decode 2.0",
         ),
         ([attempt((0,), 0, 0.0)], "router_queue 4.0"),
-        ([TOO_LONG], "router_queue 0.5 queue 0.0 prefill 0.5 first_step 0.25 decode 2.75"),
+        (
+            [TOO_LONG],
+            "router_queue 0.5 queue 0.0 prefill 0.5 first_step 0.25 decode 2.75",
+        ),
     ],
     ids=["pair", "with a prefix", "resumed", "swapped", "never placed", "clocks"],
 )
 def test_the_stages_add_up(attempts, expected):
     stages = waterfall(RequestMetrics(e2e_s=4.0, attempts=attempts))
     words = expected.split()
-    wanted = [(n, float(s)) for n, s in zip(words[::2], words[1::2], strict=True) if float(s)]
+    wanted = [
+        (n, float(s)) for n, s in zip(words[::2], words[1::2], strict=True) if float(s)
+    ]
     assert [(one.stage, one.duration_s) for one in stages] == wanted
     assert sum(one.duration_s for one in stages) == 4.0
     ends = [one.start_s + one.duration_s for one in stages]

@@ -16,7 +16,9 @@ def config(tmp_path: Path) -> ClusterConfig:
     path = write_tokenizer(tmp_path / "tiny")
     return ClusterConfig(
         model=ModelConfig(path=path),
-        router=RouterConfig(port=0, control=f"ipc://{tmp_path}/control", local_prefill="never"),
+        router=RouterConfig(
+            port=0, control=f"ipc://{tmp_path}/control", local_prefill="never"
+        ),
         log=LogConfig(stats_s=0.2),
     )
 
@@ -26,7 +28,9 @@ def start() -> Iterator[StartRouter]:
     """Starts routers, which end with the test."""
     with contextlib.ExitStack() as stack:
 
-        def start_one(config: ClusterConfig, files: tuple[int, int] | None = None) -> Router:
+        def start_one(
+            config: ClusterConfig, files: tuple[int, int] | None = None
+        ) -> Router:
             router = Router(config, files)
             stack.callback(router.close)
             return router

@@ -17,7 +17,9 @@ async def test_a_key_is_wanted_where_there_are_keys(bench, path):
     key = {"Authorization": "Bearer sesame"}
     assert (await bench.post({}, path, **key)).status == 400
     assert (await bench.post({**BODY, "lora_int_id": "x"}, path, **key)).status == 400
-    assert (await bench.post(BODY, path, **key, Origin="https://a.example")).status == 403
+    assert (
+        await bench.post(BODY, path, **key, Origin="https://a.example")
+    ).status == 403
     if path == PATHS[0]:
         wide = BODY | {"lora_path": "/a", "is_3d_lora_weight": True}
         reply = await bench.post(wide, path, **key)

@@ -19,7 +19,9 @@ SOURCE = (
 )
 
 
-def shown(template: ChatTemplate, messages: list[dict[str, object]], **options: Any) -> str:
+def shown(
+    template: ChatTemplate, messages: list[dict[str, object]], **options: Any
+) -> str:
     """Return a prompt that has all that was sent."""
     prompt = template.render(messages, **options)
     template.check_shown(prompt, messages, **options)
@@ -58,7 +60,9 @@ def test_options_cannot_take_the_place_of_the_messages():
 
 
 def test_options_replace_special_tokens_as_in_transformers():
-    template = ChatTemplate("{{ bos_token }}{{ messages[0].content }}", {"bos_token": "<s>"})
+    template = ChatTemplate(
+        "{{ bos_token }}{{ messages[0].content }}", {"bos_token": "<s>"}
+    )
     assert template.render(TURNS, options={"bos_token": "Q"}) == "Qhello <&>"
 
 
@@ -81,10 +85,15 @@ def test_what_a_template_may_not_do_is_an_error_of_the_request(source):
 def test_templates_are_found_where_model_folders_keep_them(tmp_path):
     assert ChatTemplate.load(str(tmp_path)) is None
     token = {"content": "<s>", "lstrip": False}
-    path = folder_with(tmp_path, {"chat_template": "{{ bos_token }}A" + BODY, "bos_token": token})
+    path = folder_with(
+        tmp_path, {"chat_template": "{{ bos_token }}A" + BODY, "bos_token": token}
+    )
     found = ChatTemplate.load(path)
     assert found.render(TURNS) == "<s>Ahello <&>"
-    named = [{"name": "rag", "template": "R"}, {"name": "default", "template": "D" + BODY}]
+    named = [
+        {"name": "rag", "template": "R"},
+        {"name": "default", "template": "D" + BODY},
+    ]
     found = ChatTemplate.load(folder_with(tmp_path, {"chat_template": named}))
     assert found.render(TURNS) == "Dhello <&>"
     (tmp_path / "chat_template.jinja").write_text("J" + BODY)
@@ -98,10 +107,14 @@ def test_named_tokens_are_those_of_the_files_that_transformers_reads(tmp_path):
     map_file = tmp_path / "special_tokens_map.json"
     map_file.write_text('{"bos_token": "<s>", "sep_token": {"content": "<sep>"}}')
     assert (
-        ChatTemplate.load(folder_with(tmp_path, older)).render(TURNS) == "<s>|<sep>|Falsehello <&>"
+        ChatTemplate.load(folder_with(tmp_path, older)).render(TURNS)
+        == "<s>|<sep>|Falsehello <&>"
     )
     newer = {**older, "added_tokens_decoder": {}, "pad_token": "<pad>"}
-    assert ChatTemplate.load(folder_with(tmp_path, newer)).render(TURNS) == "<old>||Truehello <&>"
+    assert (
+        ChatTemplate.load(folder_with(tmp_path, newer)).render(TURNS)
+        == "<old>||Truehello <&>"
+    )
 
 
 def test_json_in_a_template_takes_the_options_that_transformers_takes():
@@ -123,11 +136,16 @@ def test_a_chosen_file_takes_the_place_of_the_folders_template(tmp_path):
 @pytest.mark.parametrize("is_file", [False, True])
 def test_tools_take_the_template_that_a_folder_has_for_them(is_file, tmp_path):
     with_tools = "{{ tools[0].function.name }}:" + BODY
-    named = [{"name": "default", "template": BODY}, {"name": "tool_use", "template": with_tools}]
+    named = [
+        {"name": "default", "template": BODY},
+        {"name": "tool_use", "template": with_tools},
+    ]
     path = folder_with(tmp_path, {"chat_template": BODY if is_file else named})
     if is_file:
         (tmp_path / "additional_chat_templates").mkdir()
-        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(with_tools)
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(
+            with_tools
+        )
     found = ChatTemplate.load(path)
     assert found.render(TURNS, tools=[TOOL]) == "add:hello <&>"
     assert found.render(TURNS) == "hello <&>"
@@ -155,10 +173,16 @@ def test_contents_have_the_form_that_the_template_reads(source, of_text, of_part
     assert template.render([{"role": "user", "content": parts}]) == of_parts
 
 
-ONLY_USERS = "{% for m in messages if m.role == 'user' %}{{ m.content | trim }}{% endfor %}"
+ONLY_USERS = (
+    "{% for m in messages if m.role == 'user' %}{{ m.content | trim }}{% endfor %}"
+)
 LOST: list[tuple[str, list[dict[str, object]], str]] = [
     (ONLY_USERS, [{"role": "system", "content": "e"}, *TURNS], "messages[0].content"),
-    (ONLY_USERS, [*TURNS, {"role": "critic", "content": "hello"}], "messages[1].content"),
+    (
+        ONLY_USERS,
+        [*TURNS, {"role": "critic", "content": "hello"}],
+        "messages[1].content",
+    ),
     ("{{ messages[0].content }}", [*TURNS, *TURNS], "messages[1].content"),
     (
         BODY,
@@ -180,9 +204,15 @@ def test_what_a_template_changes_or_leaves_out_on_purpose_is_no_loss():
     upper = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
     assert shown(ChatTemplate(upper, {}), TURNS) == "HELLO <&>"
     answer = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
-    thought = {"role": "assistant", "content": "<think>why</think>so", "reasoning": "why"}
+    thought = {
+        "role": "assistant",
+        "content": "<think>why</think>so",
+        "reasoning": "why",
+    }
     assert shown(ChatTemplate(answer, {}), [*TURNS, thought]) == "hello <&>so"
-    assert shown(ChatTemplate(ONLY_USERS, {}), [{"role": "system", "content": " "}]) == ""
+    assert (
+        shown(ChatTemplate(ONLY_USERS, {}), [{"role": "system", "content": " "}]) == ""
+    )
 
 
 CALLED: list[dict[str, object]] = [
@@ -209,19 +239,26 @@ OF_CALLS = (
 @pytest.mark.parametrize(
     ("source", "prompt"),
     [
-        (OF_CALLS % "{{ c.function.name + c.function.arguments }}", 'hello <&>add{"a": 1}2'),
+        (
+            OF_CALLS % "{{ c.function.name + c.function.arguments }}",
+            'hello <&>add{"a": 1}2',
+        ),
         (
             OF_CALLS % "{{ c.function.name }}{{ c.function.arguments | tojson }}",
             'hello <&>add{"a": 1}2',
         ),
-        (OF_CALLS % "{{ c.function.name }}{{ c.function.arguments }}", 'hello <&>add{"a": 1}2'),
+        (
+            OF_CALLS % "{{ c.function.name }}{{ c.function.arguments }}",
+            'hello <&>add{"a": 1}2',
+        ),
         (
             "{% for m in messages %}{% if m.content is none %}{{ m.tool_calls[0].function.name }}"
             "{% else %}{{ m.content }}{% endif %}{% endfor %}",
             "hello <&>add2",
         ),
         (
-            OF_CALLS % "{{ c.function.name }}{% if c.id | length != 9 %}{{ raise_exception('9') }}"
+            OF_CALLS
+            % "{{ c.function.name }}{% if c.id | length != 9 %}{{ raise_exception('9') }}"
             "{% endif %}",
             "hello <&>add2",
         ),
@@ -232,7 +269,10 @@ def test_calls_of_earlier_turns_have_the_form_that_the_template_reads(source, pr
 
 
 def test_ids_of_calls_are_shortened_alike_in_calls_and_results():
-    source = OF_CALLS % "{{ c.id }}{% if c.id | length != 9 %}{{ raise_exception('9') }}{% endif %}"
+    source = (
+        OF_CALLS
+        % "{{ c.id }}{% if c.id | length != 9 %}{{ raise_exception('9') }}{% endif %}"
+    )
     source += "{{ messages[-1].tool_call_id }}"
     prompt = ChatTemplate(source, {}).render(CALLED)
     assert prompt[9:18] == prompt[-9:] != "call_0123456789"[:9]
@@ -243,13 +283,20 @@ def test_words_of_the_system_behind_the_first_are_the_users_where_a_template_ref
         "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
         "{{ raise_exception('first') }}{% endif %}{{ m.role }}:{{ m.content }} {% endfor %}"
     )
-    turns = [{"role": "system", "content": "a"}, *TURNS, {"role": "system", "content": "b"}]
+    turns = [
+        {"role": "system", "content": "a"},
+        *TURNS,
+        {"role": "system", "content": "b"},
+    ]
     assert shown(ChatTemplate(first, {}), turns) == "system:a user:hello <&> user:b "
 
 
 def test_developers_are_the_system_of_templates_that_do_not_know_them():
     turn: dict[str, object] = {"role": "developer", "content": "brief"}
-    assert ChatTemplate("{{ messages[0].role }}" + BODY, {}).render([turn]) == "systembrief"
+    assert (
+        ChatTemplate("{{ messages[0].role }}" + BODY, {}).render([turn])
+        == "systembrief"
+    )
     knowing = "{# developer #}{{ messages[0].role }}" + BODY
     assert ChatTemplate(knowing, {}).render([turn]) == "developerbrief"
 
@@ -270,13 +317,19 @@ def test_a_last_message_stays_open_for_the_model_to_continue(source, content):
 
 def test_the_last_part_of_a_last_message_stays_open():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert ChatTemplate(OF_PARTS, {}).open_ended([{"role": "user", "content": parts}]) == "<a><b"
+    assert (
+        ChatTemplate(OF_PARTS, {}).open_ended([{"role": "user", "content": parts}])
+        == "<a><b"
+    )
 
 
 def test_a_message_whose_end_is_not_shown_cannot_be_continued():
     with pytest.raises(RequestError) as caught:
         ChatTemplate("{{ messages[0].content[:5] }}", {}).open_ended(TURNS)
-    assert (caught.value.code, caught.value.param) == ("unsupported", "continue_final_message")
+    assert (caught.value.code, caught.value.param) == (
+        "unsupported",
+        "continue_final_message",
+    )
 
 
 def test_marks_for_training_change_nothing():
@@ -299,7 +352,11 @@ def test_a_template_that_cannot_be_read_says_so(tmp_path):
         ChatTemplate.load(str(tmp_path))
 
 
-CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}" + END + "{% endfor %}[assistant]"
+CHAT = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    + END
+    + "{% endfor %}[assistant]"
+)
 
 
 @served(script=hello, chat_template=ChatTemplate(CHAT, {}))
@@ -325,7 +382,11 @@ async def test_a_chat_is_a_completion_of_its_rendered_template(bench, engine):
 @served(script=hello, chat_template=ChatTemplate(CHAT, {}))
 async def test_a_chat_can_go_on_with_its_last_message(bench, engine):
     turns = [*TURNS, {"role": "assistant", "content": "the"}]
-    body = {"messages": turns, "continue_final_message": True, "add_generation_prompt": False}
+    body = {
+        "messages": turns,
+        "continue_final_message": True,
+        "add_generation_prompt": False,
+    }
     expected = TEXT.encode_now(f"[user]hello <&>{END}[assistant]the")
     assert (await bench.post(body, "/v1/chat/completions")).status == 200
     assert engine.streams[0].prompt_token_ids == expected
@@ -333,7 +394,10 @@ async def test_a_chat_can_go_on_with_its_last_message(bench, engine):
     both = {**body, "add_generation_prompt": True}
     for path in ("/v1/chat/completions", "/tokenize"):
         refused = await bench.post(both, path)
-        assert (refused.status, refused.error["param"]) == (400, "continue_final_message")
+        assert (refused.status, refused.error["param"]) == (
+            400,
+            "continue_final_message",
+        )
 
 
 @served(script=hello, chat_template=ChatTemplate(CHAT, {}))
@@ -343,22 +407,37 @@ async def test_a_prompt_keeps_its_last_tokens(bench, engine):
     bodies = {
         "/v1/chat/completions": (chat, whole),
         "/v1/responses": ({"input": "hello <&>"}, whole),
-        "/v1/completions": ({"prompt": "hello the end"}, TEXT.encode_now("hello the end")),
+        "/v1/completions": (
+            {"prompt": "hello the end"},
+            TEXT.encode_now("hello the end"),
+        ),
     }
     for path, (body, token_ids) in bodies.items():
         for kept in (1, 2, 50):
             await bench.post({**body, "truncate_prompt_tokens": kept}, path)
             assert engine.streams[-1].prompt_token_ids == token_ids[-kept:]
     length = engine.get_model_config().max_model_len
-    longest = {"prompt": [5] * (length + 9), "truncate_prompt_tokens": -1, "max_tokens": 3}
+    longest = {
+        "prompt": [5] * (length + 9),
+        "truncate_prompt_tokens": -1,
+        "max_tokens": 3,
+    }
     await bench.post(longest)
     assert len(engine.streams[-1].prompt_token_ids) == length - 3
-    echoed = {"prompt": "hello the end", "truncate_prompt_tokens": 1, "echo": True, "max_tokens": 0}
+    echoed = {
+        "prompt": "hello the end",
+        "truncate_prompt_tokens": 1,
+        "echo": True,
+        "max_tokens": 0,
+    }
     assert (await bench.post(echoed)).json["choices"][0]["text"] == " end"
     num_streams = len(engine.streams)
     for wrong in ({"truncate_prompt_tokens": length + 1}, {"max_tokens": length}):
         refused = await bench.post({**longest, **wrong})
-        assert (refused.status, refused.error["param"]) == (400, "truncate_prompt_tokens")
+        assert (refused.status, refused.error["param"]) == (
+            400,
+            "truncate_prompt_tokens",
+        )
     assert len(engine.streams) == num_streams
 
 

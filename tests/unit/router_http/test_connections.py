@@ -88,7 +88,9 @@ def test_running_out_of_descriptors_is_one_line_and_not_the_end(config, start):
 
 
 @served(config=ClusterConfig(router=RouterConfig(idle_s=0.2)))
-async def test_idle_and_half_sent_connections_end_but_not_those_with_a_request(bench, engine):
+async def test_idle_and_half_sent_connections_end_but_not_those_with_a_request(
+    bench, engine
+):
     reader, writer = await bench.dial()
     writer.write(posted({"prompt": [5], "stream": True}))
     stream = await engine.stream()
@@ -104,7 +106,9 @@ async def test_idle_and_half_sent_connections_end_but_not_those_with_a_request(b
     writer.close()
 
 
-def test_a_reader_of_a_byte_per_second_costs_the_others_nothing_and_is_cut_off(config, start):
+def test_a_reader_of_a_byte_per_second_costs_the_others_nothing_and_is_cut_off(
+    config, start
+):
     """The others get whole answers from the same nodes as long as it is there."""
     limited = msgspec.structs.replace(config.router, unread_s=2.0)
     router = start(msgspec.structs.replace(config, router=limited))
@@ -119,7 +123,9 @@ def test_a_reader_of_a_byte_per_second_costs_the_others_nothing_and_is_cut_off(c
             with_small_windows(slow)
             slow.settimeout(WAIT_S)
             slow.connect((host, int(port)))
-            slow.sendall(posted({"prompt": prompt, "n": 32, "max_tokens": 190, "stream": True}))
+            slow.sendall(
+                posted({"prompt": prompt, "n": 32, "max_tokens": 190, "stream": True})
+            )
             assert slow.recv(12) == b"HTTP/1.1 200"  # its answer has begun
             began_s = next_s = monotonic()
             num_whole = 0
@@ -158,7 +164,9 @@ async def test_a_client_that_leaves_when_its_answer_begins_is_no_fault_of_ours(
     await engine.is_closed()
     writer.close()
     await asyncio.gather(writer.wait_closed(), return_exceptions=True)
-    assert 'outcome="client_gone",path="none"} 1.0' in (await bench.get("/metrics")).text
+    assert (
+        'outcome="client_gone",path="none"} 1.0' in (await bench.get("/metrics")).text
+    )
     assert "Traceback" not in caplog.text
 
 
@@ -168,7 +176,9 @@ IS_LIVE = b'{"status":"live"}'
 
 @pytest.mark.parametrize("is_early", [True, False])
 @served()
-async def test_requests_behind_a_stream_are_answered_after_it_in_order(is_early, bench, engine):
+async def test_requests_behind_a_stream_are_answered_after_it_in_order(
+    is_early, bench, engine
+):
     reader, writer = await bench.dial()
     behind = LIVE + LIVE.replace(b"/live", b"/none") + LIVE[:9]
     writer.write(posted({"prompt": [5], "stream": True}) + behind * is_early)
@@ -204,7 +214,8 @@ async def test_connections_above_the_limit_get_probes_only(bench, engine):
     for number, (_, writer) in enumerate(busy):
         writer.write(posted({"prompt": [5], "stream": True}))
         await engine.stream(number)
-    busy.append(await bench.dial())  # makes no room for others, as it is above the limit itself
+    # Makes no room for others, as it is above the limit itself.
+    busy.append(await bench.dial())
     for path in ("/live", "/health", "/metrics"):
         assert (await bench.get(path)).status == 200
     refused = await bench.post({"prompt": [5]})
@@ -224,7 +235,9 @@ async def test_connections_above_the_limit_get_probes_only(bench, engine):
 
 @pytest.mark.parametrize("reads", [False, True])
 @served(config=ClusterConfig(router=RouterConfig(unread_s=0.4)))
-async def test_a_client_that_reads_its_answer_too_slowly_is_cut_off(reads, bench, engine):
+async def test_a_client_that_reads_its_answer_too_slowly_is_cut_off(
+    reads, bench, engine
+):
     host, port = bench.url.removeprefix("http://").split(":")
     with socket.socket() as client:
         with_small_windows(client)
@@ -243,7 +256,9 @@ async def test_a_client_that_reads_its_answer_too_slowly_is_cut_off(reads, bench
 
 def large_head(num_bytes: int) -> bytes:
     """A head without its end, of fields that are short enough each."""
-    fields = b"".join(b"X-%d: %b\r\n" % (i, b"y" * 1000) for i in range(num_bytes // 1000 + 1))
+    fields = b"".join(
+        b"X-%d: %b\r\n" % (i, b"y" * 1000) for i in range(num_bytes // 1000 + 1)
+    )
     return HALF + fields[: num_bytes - len(HALF)]
 
 
@@ -309,12 +324,19 @@ async def test_what_http_does_not_allow_is_refused_without_repeating_secrets(ben
 
 
 @served(script=well)
-async def test_many_requests_at_once_are_answered_in_order_however_large_they_are(bench):
+async def test_many_requests_at_once_are_answered_in_order_however_large_they_are(
+    bench,
+):
     """More bytes than a head may have can be many requests, or one with a body."""
     large = posted({"prompt": [5], "user": "x" * 3 * MAX_HEAD_BYTES})
     reader, writer = await bench.dial()
     writer.write(large + LIVE * 2000 + large + LIVE)
-    for number, response in ((1, b'"usage"'), (2000, IS_LIVE), (1, b'"usage"'), (1, IS_LIVE)):
+    for number, response in (
+        (1, b'"usage"'),
+        (2000, IS_LIVE),
+        (1, b'"usage"'),
+        (1, IS_LIVE),
+    ):
         for _ in range(number):
             await reader.readuntil(response)
     writer.close()

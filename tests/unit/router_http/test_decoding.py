@@ -29,7 +29,9 @@ def response(**fields: object) -> ParsedRequest:
 
 
 def message(**fields: object) -> ParsedRequest:
-    return parse_message(json.dumps({"messages": TURNS, "max_tokens": 5, **fields}).encode(), {})
+    return parse_message(
+        json.dumps({"messages": TURNS, "max_tokens": 5, **fields}).encode(), {}
+    )
 
 
 BODIES = (completion, chat, response, message)
@@ -124,14 +126,25 @@ def test_a_body_may_have_few_unknown_fields(body):
 
 
 def test_unknown_keys_of_turns_and_tools_are_ignored_and_named_without_numbers():
-    keys: dict[str, object] = {"parsed": {"n": 1}, "weight": 0, "images": [], "timestamp": 1}
-    turns = [*TURNS, {"role": "assistant", "content": "yes", **keys}, {**TURNS[0], "weight": 1}]
+    keys: dict[str, object] = {
+        "parsed": {"n": 1},
+        "weight": 0,
+        "images": [],
+        "timestamp": 1,
+    }
+    turns = [
+        *TURNS,
+        {"role": "assistant", "content": "yes", **keys},
+        {**TURNS[0], "weight": 1},
+    ]
     tools = [{**FUNCTION, "defer_loading": True, "function": {"name": "f", "x": 1}}]
     asked = chat(messages=turns, tools=tools)
     names = {f"messages.{key}" for key in keys}
     assert set(asked.ignored) == names | {"tools.defer_loading", "tools.function.x"}
     (prompt,) = asked.prompts
-    (plain,) = chat(messages=[*TURNS, {"role": "assistant", "content": "yes"}, *TURNS]).prompts
+    (plain,) = chat(
+        messages=[*TURNS, {"role": "assistant", "content": "yes"}, *TURNS]
+    ).prompts
     assert prompt.messages == plain.messages
 
     tool = {"name": "f", "input_schema": {}, "allowed_callers": ["direct"]}
@@ -153,7 +166,9 @@ def test_content_that_the_model_would_miss_is_refused_in_any_key_of_a_question()
         (message, {"name": "f", "input_schema": {}}, [SEARCH, {"type": "mcp_toolset"}]),
     ],
 )
-def test_tools_that_servers_run_are_ignored_only_beside_functions(body, function, others):
+def test_tools_that_servers_run_are_ignored_only_beside_functions(
+    body, function, others
+):
     kinds = {f"tools.{tool['type']}" for tool in others}
     beside = body(tools=[*others, function])
     assert [each.name for each in beside.tools.functions] == ["f"]
@@ -183,11 +198,17 @@ async def test_ignored_fields_are_counted_by_name(bench: HttpBench):
         ("/v1/messages", {}),
         ("/v1/messages/count_tokens", {"messages": [{**TURNS[0], "id": 1}]}),
     ):
-        count = {name: value for name, value in {**body, **more}.items() if name != "max_tokens"}
+        count = {
+            name: value
+            for name, value in {**body, **more}.items()
+            if name != "max_tokens"
+        }
         sent = body if path == "/v1/messages" else count
         assert (await bench.post(sent, path)).status == 200
     async with bench.session.get("/metrics") as reply:
         lines = (await reply.text()).splitlines()
     counts = [line for line in lines if line.startswith("baton_ignored_fields_total")]
     assert any('field="speed"' in line and line.endswith(" 2.0") for line in counts)
-    assert any('field="messages.id"' in line and line.endswith(" 1.0") for line in counts)
+    assert any(
+        'field="messages.id"' in line and line.endswith(" 1.0") for line in counts
+    )

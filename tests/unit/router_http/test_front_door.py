@@ -47,7 +47,14 @@ async def ask(bench: HttpBench, path: str = "/v1/completions", **headers: str) -
 
 @served(script=hello, config=LOCKED)
 async def test_only_a_valid_key_opens_more_than_the_probes(bench, engine):
-    for wrong in ("", "first", "Basic first", "Bearer", "Bearer firs", "Bearer first second"):
+    for wrong in (
+        "",
+        "first",
+        "Basic first",
+        "Bearer",
+        "Bearer firs",
+        "Bearer first second",
+    ):
         refused = await ask(bench, Authorization=wrong)
         assert (refused.status, refused.error["code"]) == (401, "invalid_api_key")
         assert refused.error["type"] == "authentication_error"
@@ -83,7 +90,9 @@ def test_metrics_need_no_key_at_the_port_that_has_no_clients():
 
     async def ask_both() -> dict[str, int]:
         statuses = {}
-        async with HttpBench(ScriptedEngine(hello), ClusterConfig(router=config)) as bench:
+        async with HttpBench(
+            ScriptedEngine(hello), ClusterConfig(router=config)
+        ) as bench:
             assert (await bench.get("/metrics")).status == 401
             async with aiohttp.ClientSession(f"http://127.0.0.1:{own_port}") as session:
                 for path in ("/metrics", "/v1/models", "/status.json"):
@@ -115,7 +124,9 @@ async def test_other_hosts_are_refused_if_hosts_are_named(bench):
     ],
     ids=["loopback", "open", "all hosts", "with a key"],
 )
-def test_a_page_that_rebinds_its_name_to_this_host_is_refused(router, is_refused, tmp_path):
+def test_a_page_that_rebinds_its_name_to_this_host_is_refused(
+    router, is_refused, tmp_path
+):
     @served(script=hello, config=ClusterConfig(router=router))
     async def check(bench: HttpBench) -> None:
         for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example"):
@@ -131,7 +142,9 @@ def test_a_page_that_rebinds_its_name_to_this_host_is_refused(router, is_refused
             "box",
             "me.local.",
         ):
-            assert (await ask(bench, Host=host, Authorization="Bearer secret")).status == 200
+            assert (
+                await ask(bench, Host=host, Authorization="Bearer secret")
+            ).status == 200
 
     check(tmp_path=tmp_path)
 
@@ -140,7 +153,9 @@ PAGE = "https://chat.example"
 STRANGER = "https://evil.example"
 
 
-async def seen_by_page(bench: HttpBench, method: str, origin: str) -> tuple[int, str | None]:
+async def seen_by_page(
+    bench: HttpBench, method: str, origin: str
+) -> tuple[int, str | None]:
     """Return the status of an answer, and the origin that may read it."""
     headers = {"Origin": origin, **JSON}
     if method == "OPTIONS":
@@ -184,7 +199,9 @@ def test_pages_of_allowed_origins_may_call_and_need_no_key_to_ask(
     check(tmp_path=tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/x-www-form-urlencoded", ""]
+)
 @served()
 async def test_a_body_that_does_not_say_it_is_json_is_415(bench, kind):
     async with bench.session.post(
@@ -212,7 +229,9 @@ async def test_every_answer_has_a_request_id_errors_too(bench):
             assert (reply.status, reply.headers["X-Request-Id"]) == (status, "mine-7")
     names = {(await bench.post(b"{")).headers["X-Request-Id"] for _ in range(2)}
     assert len(names) == 2
-    assert (await ask(bench, **{"X-Request-Id": "mine-8"})).headers["X-Request-Id"] == "mine-8"
+    assert (await ask(bench, **{"X-Request-Id": "mine-8"})).headers[
+        "X-Request-Id"
+    ] == "mine-8"
 
 
 def full(stream: RequestStream) -> None:
@@ -225,7 +244,9 @@ def full_later(stream: RequestStream) -> None:
 
 
 @served()
-async def test_every_answer_that_asks_to_come_again_is_counted_and_says_when(bench, engine):
+async def test_every_answer_that_asks_to_come_again_is_counted_and_says_when(
+    bench, engine
+):
     engine.refusal = Overloaded("full", code="queue_full", http_status=429)
     assert "Retry-After" in (await bench.post({"prompt": [5]})).headers
     engine.refusal = None
@@ -237,7 +258,11 @@ async def test_every_answer_that_asks_to_come_again_is_counted_and_says_when(ben
     assert "Retry-After" in (await bench.post({"prompt": [5]})).headers
     engine.is_ready = True
     text = (await bench.get("/metrics")).text
-    for code, status, num in (("queue_full", 429, 2), ("no_nodes", 503, 1), ("not_ready", 503, 1)):
+    for code, status, num in (
+        ("queue_full", 429, 2),
+        ("no_nodes", 503, 1),
+        ("not_ready", 503, 1),
+    ):
         assert f'{{code="{code}",model_name="tiny",status="{status}"}} {num}.0' in text
 
 
@@ -248,7 +273,9 @@ async def test_an_echo_of_no_tokens_is_the_prompt(bench, engine):
     texts = [(choice["text"], choice["finish_reason"]) for choice in whole["choices"]]
     assert texts == [("the end", "length")] * 2 + [("hello", "length")] * 2
     num_prompt = sum(len(TEXT.encode_now(text)) for text in ("the end", "hello"))
-    assert whole["usage"]["prompt_tokens"] == whole["usage"]["total_tokens"] == num_prompt
+    assert (
+        whole["usage"]["prompt_tokens"] == whole["usage"]["total_tokens"] == num_prompt
+    )
     streamed = await bench.post({**body, "prompt": [5, 6], "n": 1, "stream": True})
     chunk, end, done = events_of(streamed.text)
     assert json.loads(chunk[1])["choices"][0]["text"] == TEXT.decode([5, 6])
@@ -307,7 +334,9 @@ async def let_bodies_stall(bench: HttpBench) -> None:
 
 
 @served()
-async def test_the_description_of_the_api_has_every_path_and_the_fields_of_its_bodies(bench):
+async def test_the_description_of_the_api_has_every_path_and_the_fields_of_its_bodies(
+    bench,
+):
     described = (await bench.get("/openapi.json")).json
     served = {
         (route.resource.canonical, route.method.lower())
@@ -331,7 +360,8 @@ def path(tmp_path):
 def test_a_key_is_added_without_touching_the_others_and_is_stored_nowhere(path):
     first = add_key(path, "alice")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    path.write_text(path.read_text().rstrip() + "\n\n# of the batch job")  # edited by hand
+    # Edited by hand.
+    path.write_text(path.read_text().rstrip() + "\n\n# of the batch job")
     second = add_key(path, "")
     assert first != second
     assert first not in path.read_text()
@@ -355,7 +385,9 @@ def test_a_line_of_the_file_may_give_its_key_another_weight(path):
     assert weights == [1.0, 0.25, 3.0, 7.0]
     for wrong in ("", "0", "-1", "nan", "inf", "1000", "much"):
         path.write_text(f"{lines[0]} weight={wrong}\n")
-        with pytest.raises(ConfigError, match=r"line 1: weight=.* is not a number from 0.01 to 10"):
+        with pytest.raises(
+            ConfigError, match=r"line 1: weight=.* is not a number from 0.01 to 10"
+        ):
             read_keys(path)
 
 
@@ -378,7 +410,9 @@ def test_a_line_of_the_file_may_say_with_whom_its_key_shares_cached_blocks(path)
     assert len(set(roots)) == 3
     # What a client sends can look like no operator's salt, and divides what it has.
     for salt in ("x", "\0x"):
-        roots += [Caller.of(Scope(cache_salt=salt), one).scope.root for one in tenants[1:]]
+        roots += [
+            Caller.of(Scope(cache_salt=salt), one).scope.root for one in tenants[1:]
+        ]
     assert len(set(roots)) == 9
     path.write_text(f"{lines[3]} salt={'x' * 257}\n")
     with pytest.raises(ConfigError, match="line 1: a salt has at most 256 characters"):
@@ -410,7 +444,11 @@ def test_without_keys_requests_count_for_their_address_and_in_ipv6_for_its_netwo
         return access.tenant_of(request).name
 
     assert tenant("192.0.2.7") == tenant("::ffff:192.0.2.7") == "192.0.2.7"
-    assert tenant("2001:db8:1:2:3::1") == tenant("2001:db8:1:2:ffff::9") == "2001:db8:1:2::/64"
+    assert (
+        tenant("2001:db8:1:2:3::1")
+        == tenant("2001:db8:1:2:ffff::9")
+        == "2001:db8:1:2::/64"
+    )
     assert tenant("2001:db8:1:3::1") != tenant("2001:db8:1:2::1")
     assert tenant("fe80::1%eth0") == "fe80::/64"
     assert tenant("") == ""
@@ -451,7 +489,9 @@ def request_with(key: str) -> web.Request:
 
 
 @served(script=hello)
-async def test_a_path_with_a_doubled_version_or_a_slash_at_its_end_gets_the_right_one(bench):
+async def test_a_path_with_a_doubled_version_or_a_slash_at_its_end_gets_the_right_one(
+    bench,
+):
     for path in ("/v1/v1/completions", "/v1/completions/"):
         reply = await bench.post({"prompt": "x"}, path)
         error: Any = reply.json

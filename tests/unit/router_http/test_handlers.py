@@ -68,8 +68,14 @@ async def test_a_whole_answer_has_text_usage_and_a_request_id(bench, engine):
 
 
 @served(script=hello)
-async def test_a_stream_says_the_same_as_a_whole_answer_and_every_event_has_an_id(bench):
-    body = {"prompt": "the end", "stream": True, "stream_options": {"include_usage": True}}
+async def test_a_stream_says_the_same_as_a_whole_answer_and_every_event_has_an_id(
+    bench,
+):
+    body = {
+        "prompt": "the end",
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
     reply = await bench.post({**body})
     assert reply.headers["Content-Type"].startswith("text/event-stream")
     name = json.loads(reply.events[0][1])["id"]
@@ -78,7 +84,9 @@ async def test_a_stream_says_the_same_as_a_whole_answer_and_every_event_has_an_i
     whole = f"2e@{digest_of(hello + world):08x}"
     places = [f"1@{digest_of(hello):08x}", whole, f"{whole}/u", f"{whole}/d"]
     ids = [event_id.split(":") for event_id, _ in reply.events]
-    assert [(one, place) for one, _, place in ids] == [(name, place) for place in places]
+    assert [(one, place) for one, _, place in ids] == [
+        (name, place) for place in places
+    ]
     assert len({made for _, made, _ in ids}) == 1
     assert reply.events[-1][1] == "[DONE]"
     first, second, closing = chunks(reply.text)
@@ -98,7 +106,9 @@ async def test_prompts_and_choices_are_numbered_in_order(bench, engine):
         choices = whole.json["choices"]
         assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
         texts = [choice["text"] for choice in choices]
-        streamed = await bench.post({"prompt": prompt, "n": 2, "echo": True, "stream": True})
+        streamed = await bench.post(
+            {"prompt": prompt, "n": 2, "echo": True, "stream": True}
+        )
         joined = ["", "", "", ""]
         for chunk in chunks(streamed.text):
             for choice in chunk["choices"]:
@@ -116,7 +126,12 @@ async def test_token_ids_come_on_request(bench):
     whole = await bench.post({**body})
     assert whole.json["choices"][0]["token_ids"] == expected
     streamed = chunks((await bench.post({**body, "stream": True})).text)
-    ids = [i for chunk in streamed for choice in chunk["choices"] for i in choice["token_ids"]]
+    ids = [
+        i
+        for chunk in streamed
+        for choice in chunk["choices"]
+        for i in choice["token_ids"]
+    ]
     assert ids == expected
 
 
@@ -129,15 +144,25 @@ async def test_the_packed_prompts_prompts_come_on_request(bench):
         assert [one["prompt_token_ids"] for one in whole.json["choices"]] == prompts
         streamed = chunks((await bench.post({**body, **more, "stream": True})).text)
         choices = [choice for chunk in streamed for choice in chunk["choices"]]
-        shown = [(one["index"], one["prompt_token_ids"]) for one in choices if PROMPT_IDS in one]
+        shown = [
+            (one["index"], one["prompt_token_ids"])
+            for one in choices
+            if PROMPT_IDS in one
+        ]
         assert sorted(shown) == list(enumerate(prompts))
         assert all(PROMPT_IDS in choices[place] for place in first_of_each(choices))
     # In chats, vLLM has them beside the choices, which share the prompt.
-    chat = {"messages": [{"role": "user", "content": "hello"}], "n": 2, "return_token_ids": True}
+    chat = {
+        "messages": [{"role": "user", "content": "hello"}],
+        "n": 2,
+        "return_token_ids": True,
+    }
     ids = TEXT.encode_now("hello")
     whole = await bench.post(chat, "/v1/chat/completions")
     assert whole.json["prompt_token_ids"] == ids
-    streamed = chunks((await bench.post({**chat, "stream": True}, "/v1/chat/completions")).text)
+    streamed = chunks(
+        (await bench.post({**chat, "stream": True}, "/v1/chat/completions")).text
+    )
     openings = [chunk for chunk in streamed if PROMPT_IDS in chunk]
     details = whole.json["usage"]["completion_tokens_details"]
     assert details == {"reasoning_tokens": 0}
@@ -190,7 +215,9 @@ async def test_sampling_fields_reach_the_engine_and_null_is_the_default(bench, e
         "skip_special_tokens": False,
         "include_stop_str_in_output": True,
     }
-    assert (await bench.post({"prompt": [5], "cache_salt": "mine", **given})).status == 200
+    assert (
+        await bench.post({"prompt": [5], "cache_salt": "mine", **given})
+    ).status == 200
     assert engine.caller.scope == Scope(cache_salt="mine")
     params = engine.streams[0].params
     assert {name: getattr(params, name) for name in given} == given
@@ -200,15 +227,22 @@ async def test_sampling_fields_reach_the_engine_and_null_is_the_default(bench, e
 
 
 def refuse(stream: RequestStream) -> None:
-    stream.finish(Overloaded("full", code="queue_full", http_status=429, retry_after_s=1.5))
+    stream.finish(
+        Overloaded("full", code="queue_full", http_status=429, retry_after_s=1.5)
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @served(script=refuse)
-async def test_an_error_before_the_first_token_is_a_status_also_in_streams(bench, stream):
+async def test_an_error_before_the_first_token_is_a_status_also_in_streams(
+    bench, stream
+):
     reply = await bench.post({"prompt": [5], "stream": stream})
     assert reply.status == 429
-    assert (reply.error["code"], reply.error["type"]) == ("queue_full", "rate_limit_error")
+    assert (reply.error["code"], reply.error["type"]) == (
+        "queue_full",
+        "rate_limit_error",
+    )
     assert reply.headers["Retry-After"] == "2"
     assert reply.headers["retry-after-ms"] == "1500"
 
@@ -247,7 +281,9 @@ async def test_a_bug_while_streaming_ends_that_answer_alone(bench, engine):
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("has_begun", [False, True])
 @served()
-async def test_a_client_that_leaves_cancels_its_request(bench, engine, streamed, has_begun):
+async def test_a_client_that_leaves_cancels_its_request(
+    bench, engine, streamed, has_begun
+):
     reader, writer = await bench.dial()
     writer.write(posted({"prompt": [[5], [6]], "stream": streamed}))
     await engine.stream(1)
@@ -263,11 +299,15 @@ async def test_a_client_that_leaves_cancels_its_request(bench, engine, streamed,
 
 
 @served(silence_s=0.05)
-async def test_a_stream_that_only_waited_for_a_node_gets_503_and_no_event(bench, engine):
+async def test_a_stream_that_only_waited_for_a_node_gets_503_and_no_event(
+    bench, engine
+):
     async def turn_away() -> None:
         stream = await engine.stream()
         await asyncio.sleep(0.3)  # longer than a stream may be silent
-        stream.finish(Overloaded("no node was free", code="queue_timeout", retry_after_s=7.0))
+        stream.finish(
+            Overloaded("no node was free", code="queue_timeout", retry_after_s=7.0)
+        )
 
     body = {"prompt": [5], "stream": True}
     async with asyncio.TaskGroup() as group:
@@ -279,21 +319,29 @@ async def test_a_stream_that_only_waited_for_a_node_gets_503_and_no_event(bench,
 
 
 @served(silence_s=0.05)
-async def test_silence_is_broken_by_comments_before_and_after_the_first_token(bench, engine):
-    engine.script = lambda stream: setattr(stream.metrics, "num_attempts", 1)  # it has nodes
-    async with bench.session.post("/v1/completions", json={"prompt": [5], "stream": True}) as reply:
+async def test_silence_is_broken_by_comments_before_and_after_the_first_token(
+    bench, engine
+):
+    # It has nodes.
+    engine.script = lambda stream: setattr(stream.metrics, "num_attempts", 1)
+    async with bench.session.post(
+        "/v1/completions", json={"prompt": [5], "stream": True}
+    ) as reply:
         for _ in range(2):
             assert await reply.content.readline() == b": waiting\n"
         engine.say(await engine.stream(), " hello")
         event = await reply.content.readuntil(b"\n\n")
-        assert b" hello" in event.rpartition(b": waiting\n")[2]  # some were written before
+        # Some were written before.
+        assert b" hello" in event.rpartition(b": waiting\n")[2]
         assert await reply.content.readline() == b": waiting\n"
         engine.streams[0].finish()
         assert b"[DONE]" in await reply.content.read()
 
 
 @served()
-async def test_a_client_that_does_not_read_gets_merged_events_and_nothing_is_lost(bench, engine):
+async def test_a_client_that_does_not_read_gets_merged_events_and_nothing_is_lost(
+    bench, engine
+):
     num_tokens = 30_000
     token_id = TEXT.encode_now(" hello")[0]
     reader, writer = await bench.dial(limit=1024)
@@ -322,7 +370,12 @@ async def test_an_adapter_is_chosen_as_the_model(bench, engine):
         assert engine.caller.scope == Scope(lora, "mine")
     listed = (await bench.get("/v1/models")).json["data"]
     named = [(card["id"], card.get("parent")) for card in listed]
-    assert named == [("tiny", None), ("small", None), ("sql", "tiny"), ("poems", "tiny")]
+    assert named == [
+        ("tiny", None),
+        ("small", None),
+        ("sql", "tiny"),
+        ("poems", "tiny"),
+    ]
     assert (await bench.get("/v1/models/poems")).json == listed[3]
     body = {"model": "sql", "prompt": "the end"}
     assert (await bench.post(body, path="/tokenize")).json["count"] > 0
@@ -331,7 +384,9 @@ async def test_an_adapter_is_chosen_as_the_model(bench, engine):
 @served(script=hello)
 async def test_a_model_may_have_several_names_of_which_responses_show_the_first(bench):
     for name in ("small", "tiny", "/models/tiny"):
-        assert (await bench.post({"model": name, "prompt": [5]})).json["model"] == "tiny"
+        assert (await bench.post({"model": name, "prompt": [5]})).json[
+            "model"
+        ] == "tiny"
     assert (await bench.get("/v1/models/small")).json["id"] == "small"
 
 
@@ -378,7 +433,10 @@ async def test_draining_finishes_what_is_under_way_and_takes_nothing_new(bench, 
     assert health.json["status"] == "draining"
     refused = await bench.post({"prompt": [6]})
     assert (refused.status, refused.error["code"]) == (503, "shutting_down")
-    assert (refused.headers["Retry-After"], refused.headers["Connection"]) == ("1", "close")
+    assert (refused.headers["Retry-After"], refused.headers["Connection"]) == (
+        "1",
+        "close",
+    )
     engine.say(stream, " hello", "stop")
     stream.finish()
     assert (await under_way).text.endswith("data: [DONE]\n\n")
@@ -393,7 +451,10 @@ async def test_metrics_count_answers_requests_and_tokens(bench):
     text = (await bench.get("/metrics")).text
     assert 'route="/v1/completions",status="200"} 2.0' in text
     assert 'route="/v1/completions",status="400"} 1.0' in text
-    assert 'baton_requests_total{model_name="tiny",outcome="finished",path="none"} 2.0' in text
+    assert (
+        'baton_requests_total{model_name="tiny",outcome="finished",path="none"} 2.0'
+        in text
+    )
     assert 'baton_prompt_tokens_total{model_name="tiny"} 4.0' in text
     assert 'baton_generation_tokens_total{model_name="tiny"} 4.0' in text
     assert 'baton_time_to_first_token_seconds_count{model_name="tiny"} 2.0' in text
@@ -412,7 +473,10 @@ async def test_a_refusal_of_one_prompt_ends_the_others_of_its_request(bench, eng
 
 @served()
 async def test_broken_http_is_400_and_no_traceback(bench, caplog):
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" + TYPE.encode()
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        + TYPE.encode()
+    )
     broken = [
         head + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
         head + b"Content-Encoding: gzip\r\nContent-Length: 3\r\n\r\nabc",
@@ -438,7 +502,9 @@ def count(kind: type) -> int:
 def test_an_answer_is_gone_without_the_collector(script, is_streamed):
     async def ask() -> int:
         engine = ScriptedEngine(script)
-        engine.refusal = None if script is not None else Overloaded("full", code="queue_full")
+        engine.refusal = (
+            None if script is not None else Overloaded("full", code="queue_full")
+        )
         async with HttpBench(engine) as bench:
             reply = await bench.post({"prompt": [5, 6], "stream": is_streamed})
         assert bool(engine.streams) == (script is not None)

@@ -50,13 +50,19 @@ class Bench:
         """The answers to a body as it is and as a large one."""
         return await self.http.post({**body}, path), await self.large(body, path)
 
-    async def large(self, body: dict[str, object], path: str = "/v1/completions") -> Reply:
+    async def large(
+        self, body: dict[str, object], path: str = "/v1/completions"
+    ) -> Reply:
         return await self.http.post({**body, "user": PADDING}, path)
 
 
 def body_processes(pid: int) -> list[psutil.Process]:
     children = psutil.Process(pid).children()
-    return [child for child in children if "baton.router.http.api.large_bodies" in child.cmdline()]
+    return [
+        child
+        for child in children
+        if "baton.router.http.api.large_bodies" in child.cmdline()
+    ]
 
 
 def shown(reply: Reply) -> dict[str, object]:
@@ -78,7 +84,10 @@ BODIES: list[dict[str, object]] = [
     {"messages": [{"role": "user", "content": "hello"}]},
     {"prompt": [5], "structured_outputs": {"json": {"type": "object"}}},
     {"prompt": [5], "structured_outputs": {"choice": ["a", "b"]}},
-    {"prompt": [5], "structured_outputs": {"structural_tag": {"structures": [], "triggers": []}}},
+    {
+        "prompt": [5],
+        "structured_outputs": {"structural_tag": {"structures": [], "triggers": []}},
+    },
     {"prompt": [5], "structured_outputs": {"json": {"a": "x" * 300_000}}},
     {"input": "hello", "instructions": "the end"},
     {"input": "hello", "store": True},
@@ -95,7 +104,9 @@ async def test_a_large_body_gets_the_answer_of_a_small_one(tmp_path):
     paths = {"messages": "/v1/chat/completions", "input": "/v1/responses"}
     async with Bench(tmp_path) as bench:
         for body in BODIES:
-            path = next((paths[name] for name in body if name in paths), "/v1/completions")
+            path = next(
+                (paths[name] for name in body if name in paths), "/v1/completions"
+            )
             bench.engine.streams.clear()
             small, large = await bench.both(body, path)
             assert (small.status, shown(small)) == (large.status, shown(large)), body
@@ -111,7 +122,9 @@ async def test_what_the_model_cannot_take_is_refused_there(tmp_path):
     async with Bench(tmp_path) as bench:
         for prompt in ([5] * 300, "the end " * 300, "x" * 500_000, [5, 400]):
             refused = await bench.large({"prompt": prompt})
-            code = "invalid_request" if prompt == [5, 400] else "context_length_exceeded"
+            code = (
+                "invalid_request" if prompt == [5, 400] else "context_length_exceeded"
+            )
             assert (refused.status, refused.error["code"]) == (400, code)
         assert bench.engine.streams == []
 
@@ -140,7 +153,9 @@ async def test_a_template_that_cannot_be_used_leaves_completions(tmp_path):
 
 
 @on_a_loop
-async def test_bodies_of_the_tokenizers_endpoints_get_the_answers_of_small_ones(tmp_path):
+async def test_bodies_of_the_tokenizers_endpoints_get_the_answers_of_small_ones(
+    tmp_path,
+):
     turns = [{"role": "user", "content": "hello"}]
     bodies: list[tuple[str, dict[str, object]]] = [
         ("/tokenize", {"prompt": "the end", "return_token_strs": True}),

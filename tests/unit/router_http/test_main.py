@@ -20,7 +20,12 @@ def test_it_serves_logs_stats_but_no_prompt_and_ends_on_sigterm(config, start):
     router = start(config)
     url = router.wait_for_url()
     prompt = [5, 6, 7]
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "return_token_ids": True}
+    body = {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": 4,
+        "return_token_ids": True,
+    }
     data = asyncio.run(with_toy_nodes(config, lambda: ask(url, body)))
     answer = msgspec.json.decode(data)
     assert answer["choices"][0]["token_ids"] == toy_answer(prompt, 4)
@@ -43,7 +48,9 @@ def test_prompts_are_logged_on_request_and_cut(config, start):
 def test_a_stream_that_cannot_finish_in_time_is_told_of_the_end(number, config, start):
     """SIGTERM waits for `shutdown_timeout_s`, longer than this test waits if SIGINT took it."""
     shutdown_timeout_s = 2.0 if number == signal.SIGTERM else 10 * WAIT_S
-    limited = msgspec.structs.replace(config.router, shutdown_timeout_s=shutdown_timeout_s)
+    limited = msgspec.structs.replace(
+        config.router, shutdown_timeout_s=shutdown_timeout_s
+    )
     router = start(msgspec.structs.replace(config, router=limited))
     url = router.wait_for_url()
     body = {"prompt": [5, 6, 7], "max_tokens": 50, "stream": True}
@@ -77,7 +84,11 @@ def test_what_a_router_cannot_start_with_is_one_clear_line(
 ):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        wrong = {"port": port, "path": str(tmp_path), "chat_template": "/nowhere.jinja"}[field]
+        wrong = {
+            "port": port,
+            "path": str(tmp_path),
+            "chat_template": "/nowhere.jinja",
+        }[field]
         changed = msgspec.structs.replace(getattr(config, section), **{field: wrong})
         router = start(msgspec.structs.replace(config, **{section: changed}))
         router.end()

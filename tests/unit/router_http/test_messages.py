@@ -44,10 +44,16 @@ async def test_blocks_have_the_order_of_the_text_whole_and_streamed(bench):
     assert thinking == {"type": "thinking", "thinking": "hello", "signature": ""}
     assert (text["type"], text["text"].strip()) == ("text", "the end.")
     assert (call["type"], call["name"], call["input"]) == ("tool_use", "add", {"a": 1})
-    assert (whole["type"], whole["role"], whole["model"]) == ("message", "assistant", "tiny")
+    assert (whole["type"], whole["role"], whole["model"]) == (
+        "message",
+        "assistant",
+        "tiny",
+    )
     assert (whole["stop_reason"], whole["stop_sequence"]) == ("tool_use", None)
     count: Any = (
-        await bench.post({name: BODY[name] for name in ("messages", "tools")}, COUNT_PATH)
+        await bench.post(
+            {name: BODY[name] for name in ("messages", "tools")}, COUNT_PATH
+        )
     ).json
     assert whole["usage"] == {
         "input_tokens": count["input_tokens"],
@@ -66,12 +72,20 @@ async def test_blocks_have_the_order_of_the_text_whole_and_streamed(bench):
     assert delta["usage"] == whole["usage"]
     for index, block in enumerate(whole["content"]):
         opening, *changes, closing = [one for one in events if one["index"] == index]
-        assert (opening["type"], closing["type"]) == ("content_block_start", "content_block_stop")
+        assert (opening["type"], closing["type"]) == (
+            "content_block_start",
+            "content_block_stop",
+        )
         name = {"tool_use": "partial_json"}.get(block["type"], block["type"])
         joined = "".join(one["delta"][name] for one in changes)
         assert joined == ('{"a": 1}' if name == "partial_json" else block[name])
-        empty: dict[str, object] = {"input": {}} if name == "partial_json" else {name: ""}
-        assert opening["content_block"] | {"id": block.get("id")} == {"id": None} | block | empty
+        empty: dict[str, object] = (
+            {"input": {}} if name == "partial_json" else {name: ""}
+        )
+        assert (
+            opening["content_block"] | {"id": block.get("id")}
+            == {"id": None} | block | empty
+        )
     assert [one["index"] for one in events] == sorted(one["index"] for one in events)
 
 
@@ -83,7 +97,9 @@ def inside_call(stream: RequestStream) -> None:
 @served(script=inside_call, chat_template=QWEN)
 async def test_a_call_that_is_cut_has_no_input_and_is_no_text(bench):
     for choice in ("auto", "any"):
-        whole: Any = (await bench.post({**BODY, "tool_choice": {"type": choice}}, PATH)).json
+        whole: Any = (
+            await bench.post({**BODY, "tool_choice": {"type": choice}}, PATH)
+        ).json
         (block,) = whole["content"]
         assert (block["type"], block["input"]) == ("tool_use", {})
         assert whole["stop_reason"] == "max_tokens"
@@ -101,7 +117,9 @@ async def test_thinking_is_shown_only_if_it_is_asked_for(bench):
 
 def cut(stream: RequestStream) -> None:
     limit = stream.params.max_tokens
-    stream.push(0, TEXT.encode_now(" hello the end")[:limit], "length" if limit == 1 else "stop")
+    stream.push(
+        0, TEXT.encode_now(" hello the end")[:limit], "length" if limit == 1 else "stop"
+    )
     stream.finish()
 
 
@@ -130,7 +148,11 @@ async def test_errors_have_anthropics_form(bench):
     ):
         reply = await bench.post(body, path)
         error: Any = reply.json
-        assert (reply.status, error["type"], error["error"]["type"]) == (status, "error", kind)
+        assert (reply.status, error["type"], error["error"]["type"]) == (
+            status,
+            "error",
+            kind,
+        )
 
 
 @served(
@@ -139,7 +161,10 @@ async def test_errors_have_anthropics_form(bench):
     chat_template=QWEN,
 )
 async def test_a_key_may_come_in_the_header_of_anthropics_clients(bench):
-    for headers, status in (({"x-api-key": "secret"}, 200), ({"x-api-key": "other"}, 401)):
+    for headers, status in (
+        ({"x-api-key": "secret"}, 200),
+        ({"x-api-key": "other"}, 401),
+    ):
         async with bench.session.post(PATH, json=BODY, headers=headers) as reply:
             assert reply.status == status
 
@@ -158,18 +183,34 @@ def test_turns_become_those_of_a_chat():
         "content": [{"type": "text", "text": "2"}],
     }
     body = BODY | {
-        "system": [{"type": "text", "text": "Be short.", "cache_control": {"type": "ephemeral"}}],
+        "system": [
+            {
+                "type": "text",
+                "text": "Be short.",
+                "cache_control": {"type": "ephemeral"},
+            }
+        ],
         "messages": [
             *SAYS,
             {"role": "assistant", "content": blocks},
             {"role": "user", "content": [result, {"type": "text", "text": "And now?"}]},
         ],
-        "tool_choice": {"type": "tool", "name": "add", "disable_parallel_tool_use": True},
-        "output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}},
+        "tool_choice": {
+            "type": "tool",
+            "name": "add",
+            "disable_parallel_tool_use": True,
+        },
+        "output_config": {
+            "format": {"type": "json_schema", "schema": {"type": "object"}}
+        },
     }
     ask = parse_message(json.dumps(body).encode(), {})
     (chat,) = ask.prompts
-    call = {"id": "t1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    call = {
+        "id": "t1",
+        "type": "function",
+        "function": {"name": "add", "arguments": {"a": 1}},
+    }
     assert chat.messages == [
         {"role": "system", "content": "Be short."},
         {"role": "user", "content": "hello"},
@@ -193,9 +234,14 @@ def test_turns_become_those_of_a_chat():
 def test_blocks_of_the_history_that_cannot_be_shown_become_placeholders():
     image = {"type": "image", "source": {"type": "base64", "data": "aGk="}}
     search = {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {}}
-    found = {"type": "web_search_tool_result", "tool_use_id": "s1", "content": {"type": "error"}}
+    found = {
+        "type": "web_search_tool_result",
+        "tool_use_id": "s1",
+        "content": {"type": "error"},
+    }
     calls = [
-        {"type": "tool_use", "id": name, "name": "add", "input": {}} for name in ("t1", "t2", "t3")
+        {"type": "tool_use", "id": name, "name": "add", "input": {}}
+        for name in ("t1", "t2", "t3")
     ]
     results = [
         {"type": "tool_result", "tool_use_id": "t1", "content": [image]},
@@ -217,10 +263,16 @@ def test_blocks_of_the_history_that_cannot_be_shown_become_placeholders():
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"messages": [{**SAYS[0], "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
+        (
+            {"messages": [{**SAYS[0], "content": [{"type": "image"}]}]},
+            "messages[0].content[0]",
+        ),
         ({"tools": [{"name": "add"}]}, "tools[0].input_schema"),
         ({"tools": [TOOL, TOOL]}, "tools[1].name"),
-        ({"tools": [TOOL | {"input_schema": {"type": "array"}}]}, "tools[0].input_schema"),
+        (
+            {"tools": [TOOL | {"input_schema": {"type": "array"}}]},
+            "tools[0].input_schema",
+        ),
         ({"output_config": {"format": {"type": "text"}}}, "output_config.format.type"),
     ],
 )

@@ -24,7 +24,9 @@ D0 = NodeHealth(
     0.0,
     0,
     0,
-    totals=Totals(prefix_queried_tokens=10, prefix_hit_tokens=4, preemptions=2, leases_expired=1),
+    totals=Totals(
+        prefix_queried_tokens=10, prefix_hit_tokens=4, preemptions=2, leases_expired=1
+    ),
     dtype="bfloat16",
     features=("prefix_caching",),
 )
@@ -56,8 +58,15 @@ def test_retries_resumes_and_transfers_are_counted_once():
     health = Health("ready", (), 0, 0, transfers=(moved,))
     assert value(metrics, health, "baton_retries_total", reason="node_lost") == 2
     assert value(metrics, health, "baton_resumes_total", reason="node_lost") == 6
-    for name, expected in (("s", 7), ("_failures", 2), ("_bytes", 4096), ("_seconds", 0.5)):
-        of_pair = value(metrics, health, f"baton_transfer{name}_total", prefill="p0", decode="d0")
+    for name, expected in (
+        ("s", 7),
+        ("_failures", 2),
+        ("_bytes", 4096),
+        ("_seconds", 0.5),
+    ):
+        of_pair = value(
+            metrics, health, f"baton_transfer{name}_total", prefill="p0", decode="d0"
+        )
         assert of_pair == expected
 
 
@@ -67,7 +76,10 @@ def test_counters_of_losses_and_refusals_exist_before_the_first_one():
     health = Health("ready", (), 0, 0)
     assert value(metrics, health, "baton_resumes_total", reason="node_lost") == 0
     assert value(metrics, health, "baton_retries_total", reason="transfer_timeout") == 0
-    assert value(metrics, health, "baton_refusals_total", status="429", code="queue_full") == 0
+    assert (
+        value(metrics, health, "baton_refusals_total", status="429", code="queue_full")
+        == 0
+    )
 
 
 def test_the_gaps_between_the_deltas_of_a_choice_are_observed():
@@ -129,9 +141,10 @@ def test_nodes_show_their_load_and_a_lost_one_stays_visible_as_zero():
         "features": "prefix_caching",
     }
     assert value(metrics, health, "baton_build_info", **build) == 1
-    assert ("baton_node_free_blocks", frozenset({"model_name": "tiny", **p0}.items())) not in (
-        samples(metrics.render(health, MODEL))
-    )
+    assert (
+        "baton_node_free_blocks",
+        frozenset({"model_name": "tiny", **p0}.items()),
+    ) not in (samples(metrics.render(health, MODEL)))
 
 
 def test_a_request_is_seen_in_every_family_of_times_and_lengths():
@@ -165,7 +178,10 @@ def test_a_request_is_seen_in_every_family_of_times_and_lengths():
     below = "baton_request_time_per_output_token_seconds_bucket"
     assert value(metrics, health, below, le="0.015") == 0
     assert value(metrics, health, below, le="0.02") == 1
-    assert value(metrics, health, "baton_request_success_total", finished_reason="stop") == 1
+    assert (
+        value(metrics, health, "baton_request_success_total", finished_reason="stop")
+        == 1
+    )
 
 
 def test_tokens_of_another_router_count_neither_as_ours_nor_in_our_pace():
@@ -187,7 +203,11 @@ def test_codes_that_others_invent_do_not_add_up():
     for number in range(2 * MAX_CODES):
         metrics.ended(RequestMetrics(), f"code-{number}", 1)
     health = Health("ready", (), 0, 0)
-    shown = [key for key in samples(metrics.render(health)) if key[0] == "baton_requests_total"]
+    shown = [
+        key
+        for key in samples(metrics.render(health))
+        if key[0] == "baton_requests_total"
+    ]
     assert len(shown) == MAX_CODES + 1
     others = {"path": "none", "outcome": "other"}
     assert value(metrics, health, "baton_requests_total", **others) == MAX_CODES
@@ -195,8 +215,12 @@ def test_codes_that_others_invent_do_not_add_up():
 
 def test_the_page_has_the_families_of_the_tables_those_of_the_process_and_no_others():
     page = HttpMetrics("tiny").render(Health("ready", (D0,), 0, 0)).decode()
-    found = [line.split()[2] for line in page.splitlines() if line.startswith("# TYPE ")]
+    found = [
+        line.split()[2] for line in page.splitlines() if line.startswith("# TYPE ")
+    ]
     ours = [name for name in found if not name.startswith("process_")]
-    assert sorted(ours) == sorted(one.full_name for one in (*ROUTER_FAMILIES, *NODE_FAMILIES))
+    assert sorted(ours) == sorted(
+        one.full_name for one in (*ROUTER_FAMILIES, *NODE_FAMILIES)
+    )
     assert "process_cpu_seconds_total" in found
     assert "_created" not in page

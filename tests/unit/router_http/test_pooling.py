@@ -15,7 +15,15 @@ from tokenizers.processors import TemplateProcessing
 
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError, Failure, RequestError
-from baton.protocol.messages import Cancel, CancelDone, Failed, NodeFacts, NodeInfo, Pooled, Prefill
+from baton.protocol.messages import (
+    Cancel,
+    CancelDone,
+    Failed,
+    NodeFacts,
+    NodeInfo,
+    Pooled,
+    Prefill,
+)
 from baton.protocol.pooling import ModelTasks
 from baton.router.http import pooling_handlers
 from baton.router.http.pooling_handlers import MAX_AT_ONCE
@@ -78,7 +86,9 @@ def test_the_end_of_a_text_stays_when_the_text_is_cut():
     assert texts.of_input("hello world stop", bare) == whole[:3]
     assert texts.of_input(whole, PromptOptions(100, cut_to=2)) == whole[:2]
     for given in ("hello " * 200, "x" * 10_000, [5] * 101):
-        with pytest.raises(RequestError, match=r"too long: .* > 100 maximum; shorten it") as error:
+        with pytest.raises(
+            RequestError, match=r"too long: .* > 100 maximum; shorten it"
+        ) as error:
             texts.of_input(given, PLAIN)
         assert error.value.code == "context_length_exceeded"
 
@@ -87,11 +97,15 @@ def test_prompts_of_a_folder_go_before_texts_by_their_name_or_by_default(tmp_pat
     file = tmp_path / "config_sentence_transformers.json"
     assert Prompts.load(str(tmp_path)) == Prompts()
     prompts = {"query": "find: ", "document": "", "nothing": None}
-    file.write_text(json.dumps({"prompts": prompts, "default_prompt_name": "query", "more": 1}))
+    file.write_text(
+        json.dumps({"prompts": prompts, "default_prompt_name": "query", "more": 1})
+    )
     texts, text = texts_with(prompts=Prompts.load(str(tmp_path)))
     assert texts.of_input("x", PLAIN) == text.encode_now("find: x")
     for name in ("document", "nothing"):
-        assert texts.of_input("x", PromptOptions(100, prompt_name=name)) == text.encode_now("x")
+        assert texts.of_input(
+            "x", PromptOptions(100, prompt_name=name)
+        ) == text.encode_now("x")
     with pytest.raises(RequestError, match="it has 'query', 'document', 'nothing'"):
         texts.of_input("x", PromptOptions(100, prompt_name="q"))
     file.write_text("[]")
@@ -105,14 +119,18 @@ def test_a_pair_is_joined_as_the_tokenizer_joins_pairs():
     pair = texts.of_pair("hello", "world", PLAIN, asks=False)
     first, second = (text.encode_now(one, False) for one in ("hello", "world"))
     assert pair == [*first, *end, *second, *end]
-    told = texts.of_pair("hello", "world", PromptOptions(100, instruction="the "), asks=False)
+    told = texts.of_pair(
+        "hello", "world", PromptOptions(100, instruction="the "), asks=False
+    )
     assert told[: -len([*second, *end])] == text.encode_now("the hello")
 
 
 def test_a_model_that_is_asked_gets_the_words_of_qwen3_reranker():
     texts, text = texts_with(QWEN3)
     options = PromptOptions(4000)
-    asked = text.decode(texts.of_pair("Q", "D", options, asks=True), skip_special_tokens=False)
+    asked = text.decode(
+        texts.of_pair("Q", "D", options, asks=True), skip_special_tokens=False
+    )
     assert asked == (
         "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query "
         'and the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
@@ -141,8 +159,12 @@ def test_a_long_document_of_a_pair_is_cut_and_the_rest_stays():
     assert 30 < len(cut) <= 40
     assert (shown[:7], shown[-2:]) == ("[q]Q[d]", "?!")
     assert document.startswith(shown[7:-2].rstrip("\ufffd"))
-    short = texts.of_pair("Q", document, PromptOptions(500, max_document_tokens=4), asks=True)
-    assert short == texts.of_pair("Q", text.decode(text.encode_now(document)[:4]), PLAIN, asks=True)
+    short = texts.of_pair(
+        "Q", document, PromptOptions(500, max_document_tokens=4), asks=True
+    )
+    assert short == texts.of_pair(
+        "Q", text.decode(text.encode_now(document)[:4]), PLAIN, asks=True
+    )
     with pytest.raises(RequestError, match="leaves no room for a document"):
         texts.of_pair("Q" * 100, document, PromptOptions(500, cut_to=40), asks=True)
 
@@ -150,7 +172,9 @@ def test_a_long_document_of_a_pair_is_cut_and_the_rest_stays():
 def test_a_document_of_characters_with_many_tokens_is_cut_between_them():
     texts, text = texts_with(PAIRS)
     for most in range(20, 40):
-        cut = texts.of_pair("Q", "\U0001f600" * 50, PromptOptions(500, cut_to=most), asks=True)
+        cut = texts.of_pair(
+            "Q", "\U0001f600" * 50, PromptOptions(500, cut_to=most), asks=True
+        )
         assert most - 4 < len(cut) <= most
         assert set(text.decode(cut).removeprefix("[q]Q[d]")) == {"\U0001f600"}
 
@@ -243,7 +267,9 @@ async def test_long_prompts_of_a_batch_do_not_wait_for_each_other_until_the_queu
 
 @pytest.mark.parametrize("ids", [[2**31], [2**64], [1024], [-1], []])
 @before_a_node()
-async def test_ids_that_no_model_has_are_refused_before_a_node_computes(http, node, ids):
+async def test_ids_that_no_model_has_are_refused_before_a_node_computes(
+    http, node, ids
+):
     reply = await http.post({"input": [[1], ids]}, "/v1/embeddings")
     assert (reply.status, reply.error["param"]) == (400, "input")
     assert not any(isinstance(message, Prefill) for message in node.heard)
@@ -273,7 +299,9 @@ async def test_a_client_that_leaves_ends_every_prompt_of_its_batch(http, node):
 @before_a_node()
 async def test_the_first_error_of_a_batch_is_its_only_outcome(http, node):
     body = {"input": [[1], [2], [3]]}
-    asked = asyncio.create_task(http.post(body, "/v1/embeddings", **{"X-Request-Id": "mine"}))
+    asked = asyncio.create_task(
+        http.post(body, "/v1/embeddings", **{"X-Request-Id": "mine"})
+    )
     orders = [await node.hear(Prefill) for _ in range(3)]
     failure = Failure("not_finite", "the model computed NaN", http_status=500)
     node.say(Failed(orders[1].key, failure))

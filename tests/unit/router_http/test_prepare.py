@@ -32,7 +32,9 @@ def text_that_begins_with_a_token() -> Text:
     ],
     ids=["completion", "chat"],
 )
-def test_special_tokens_are_added_by_default_or_as_a_body_says(parse, body, adds_by_default):
+def test_special_tokens_are_added_by_default_or_as_a_body_says(
+    parse, body, adds_by_default
+):
     text = text_that_begins_with_a_token()
     ids = text.encode_now("hello", False)
     first = text.encode_now("", True)

@@ -19,7 +19,12 @@ from baton.protocol.errors import NodeError, Overloaded
 from baton.protocol.ids import Key, NodeId, RequestId
 from baton.router.core.request import Attempt
 from baton.router.core.stream import RequestStream
-from baton.router.http.request_log import MAX_REFUSALS_PER_S, RequestLog, Running, Tracer
+from baton.router.http.request_log import (
+    MAX_REFUSALS_PER_S,
+    RequestLog,
+    Running,
+    Tracer,
+)
 from tests.support.http_bench import (
     JSON,
     TEXT,
@@ -145,20 +150,26 @@ def test_probes_do_not_flood_the_access_log(level, caplog):
 
 
 @served(script=begun, config=ClusterConfig(log=LogConfig(access=True)))
-async def test_a_stream_of_another_router_is_logged_like_one_of_ours(bench, engine, caplog):
+async def test_a_stream_of_another_router_is_logged_like_one_of_ours(
+    bench, engine, caplog
+):
     """Its client leaves each time, and has a name for the request."""
     caplog.set_level("INFO")
     body = {"prompt": [5], "stream": True}
     headers = {"X-Request-Id": "mine", "Accept": "text/event-stream"}
     for _ in range(2):
-        async with bench.session.post("/v1/completions", json=body, headers=headers) as reply:
+        async with bench.session.post(
+            "/v1/completions", json=body, headers=headers
+        ) as reply:
             assert reply.headers["X-Request-Id"] == "mine"
             event = await reply.content.readuntil(b"\n\n")
         (event_id,) = re.findall(rb"id: (cmpl-\S+)", event)
         headers["Last-Event-ID"] = event_id.decode()
     await engine.is_closed(2)
     await bench.get("/metrics")
-    lines = [fields_of(record) for record in caplog.records if record.message == "access"]
+    lines = [
+        fields_of(record) for record in caplog.records if record.message == "access"
+    ]
     assert [(one["request"], one["status"]) for one in lines[:2]] == [("mine", 499)] * 2
 
 
@@ -175,7 +186,9 @@ def test_refusals_do_not_flood_the_log(caplog):
         clock.advance(1.0)
     lines = [(record.message, fields_of(record)) for record in caplog.records]
     refusals = [fields["request"] for text, fields in lines if text == "request failed"]
-    assert refusals == [f"{second}-{n}" for second in range(2) for n in range(MAX_REFUSALS_PER_S)]
+    assert refusals == [
+        f"{second}-{n}" for second in range(2) for n in range(MAX_REFUSALS_PER_S)
+    ]
     others = [fields for text, fields in lines if text != "request failed"]
     assert others == [{"number": 2 * MAX_REFUSALS_PER_S}]
 
@@ -205,7 +218,9 @@ def traced(
         async with HttpBench(engine, tracer=tracer) as bench:
             body = io.BytesIO(json.dumps({"prompt": [5, 6]}).encode())
             path = "/v1/completions"
-            async with bench.session.post(path, data=body, headers={**JSON, **(headers or {})}):
+            async with bench.session.post(
+                path, data=body, headers={**JSON, **(headers or {})}
+            ):
                 pass
             await bench.get("/health")  # which makes no span
         engine.close()
@@ -221,15 +236,27 @@ def parent_of(span: ReadableSpan) -> int:
 
 
 def test_a_trace_continues_the_client_s_and_holds_the_stages():
-    spans = traced(timed, {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "a=b"})
-    assert list(spans) == ["prepare", "prefill", "decode", "llm_request", "POST /v1/completions"]
+    spans = traced(
+        timed, {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "a=b"}
+    )
+    assert list(spans) == [
+        "prepare",
+        "prefill",
+        "decode",
+        "llm_request",
+        "POST /v1/completions",
+    ]
     root = spans["POST /v1/completions"]
     request = spans["llm_request"]
     assert {f"{span.context.trace_id:032x}" for span in spans.values()} == {TRACE}
     assert f"{parent_of(root):016x}" == PARENT
     assert root.context.trace_state.to_header() == "a=b"
     assert parent_of(request) == parent_of(spans["prepare"]) == root.context.span_id
-    assert parent_of(spans["decode"]) == parent_of(spans["prefill"]) == request.context.span_id
+    assert (
+        parent_of(spans["decode"])
+        == parent_of(spans["prefill"])
+        == request.context.span_id
+    )
     assert request.attributes["gen_ai.usage.output_tokens"] == 1
     assert spans["decode"].attributes == {"baton.node": "d0"}
     assert (spans["decode"].end_time, spans["prefill"].start_time) == (

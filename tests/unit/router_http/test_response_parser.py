@@ -23,7 +23,10 @@ ARGUMENTS = '{"city": "Öslo", "days": [1, 2]}'
 WEATHER = f'{{"name": "weather", "arguments": {ARGUMENTS}}}'
 LLAMA = WEATHER.replace("arguments", "parameters")
 COHERE = LLAMA.replace('"name"', '"tool_name"')
-SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "array"}}}
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "array"}},
+}
 NAMES = ("weather", "now", "edit")
 
 
@@ -52,7 +55,9 @@ def parsed(
             joined[-1] = last + part
         elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
             joined[-1] = Reasoning(last.text + part.text)
-        elif isinstance(part, ToolCall) and isinstance(last, ToolCall) and not part.name:
+        elif (
+            isinstance(part, ToolCall) and isinstance(last, ToolCall) and not part.name
+        ):
             (joined[-1],) = merged_calls([last, part])
         else:
             joined.append(part)
@@ -108,7 +113,8 @@ KIMI = (
 )
 PYTHON = "weather(city='Öslo', days=[1, 2])"
 HARMONY = (
-    f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ARGUMENTS}<|call|>"
+    "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+    f"{ARGUMENTS}<|call|>"
 )
 
 
@@ -133,7 +139,11 @@ HARMONY = (
         ),
         ("qwen3_coder", f"So.\n{QWEN_CODER}", ["So.", call()]),
         ("qwen3_coder", f"{QWEN_CODER}\n{QWEN_CODER}", [call(), call(1)]),
-        ("qwen3_coder", "<tool_call><function=now></function></tool_call>", [call(0, "now", "{}")]),
+        (
+            "qwen3_coder",
+            "<tool_call><function=now></function></tool_call>",
+            [call(0, "now", "{}")],
+        ),
         ("glm45", GLM, [call()]),
         (
             "glm45",
@@ -147,7 +157,11 @@ HARMONY = (
             [call(), call(1, "now", "{}")],
         ),
         ("deepseek_v32", DSML, [call()]),
-        ("deepseek_v3", f"<｜tool▁calls▁begin｜>{V3}\n{V3}<｜tool▁calls▁end｜>", [call(), call(1)]),
+        (
+            "deepseek_v3",
+            f"<｜tool▁calls▁begin｜>{V3}\n{V3}<｜tool▁calls▁end｜>",
+            [call(), call(1)],
+        ),
         (
             "deepseek_v31",
             f"Ok.<｜tool▁calls▁begin｜>{V31}{V31}<｜tool▁calls▁end｜>",
@@ -199,7 +213,14 @@ def test_every_format_has_a_name_that_a_setting_takes():
 
 def test_a_call_streams_its_name_first_and_then_its_arguments():
     parser = ResponseParser(Parsing("hermes"))
-    pieces = ['<tool_call>{"name": "we', 'ather", "argu', 'ments": {"ci', 'ty": "Ö', 'slo"}', "}"]
+    pieces = [
+        '<tool_call>{"name": "we',
+        'ather", "argu',
+        'ments": {"ci',
+        'ty": "Ö',
+        'slo"}',
+        "}",
+    ]
     found = [parser.push(piece) for piece in pieces]
     assert found == [
         [],
@@ -244,7 +265,11 @@ def test_a_call_streams_its_name_first_and_then_its_arguments():
         ("mistral", '[TOOL_CALLS][{"name": "edit"}]', {}),
         ("llama3_json", '{"name": "edit"}', {}),
         # Other orders and forms of the same.
-        ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "edit"}</tool_call>', {"a": 1}),
+        (
+            "hermes",
+            '<tool_call>{"arguments": {"a": 1}, "name": "edit"}</tool_call>',
+            {"a": 1},
+        ),
         (
             "hermes",
             '<tool_call>{"function": {"name": "edit", "arguments": {"a": 1}}}</tool_call>',
@@ -318,10 +343,18 @@ def test_deep_text_is_text():
         ("hermes", '<tool_call>\n{"name": "wea', []),
         ("hermes", "So.\n<tool_call", ["So."]),
         ("hermes", "2 <", ["2 <"]),
-        ("hermes", '<tool_call>{"name": "now", "arguments": {"ci', [call(0, "now", '{"ci')]),
+        (
+            "hermes",
+            '<tool_call>{"name": "now", "arguments": {"ci',
+            [call(0, "now", '{"ci')],
+        ),
         ("llama3_json", '{"name": "wea', []),
         ("mistral", "[TOOL_CALLS][{", []),
-        ("qwen3_coder", "<tool_call>\n<function=now>\n<parameter=city>\nÖs", [call(0, "now", "")]),
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=now>\n<parameter=city>\nÖs",
+            [call(0, "now", "")],
+        ),
         ("pythonic", "[weather(city='Ös", []),
     ],
 )
@@ -339,17 +372,24 @@ def test_reasoning_is_apart_from_content():
     assert parsed(["Hm</think>4"], "", **opened) == [Reasoning("Hm"), "4"]
     assert parsed(["Hm"], "", **opened) == [Reasoning("Hm")]
     for content in ("4", " <thi", "a <think> b", "", "<"):
-        assert parsed([content], "", reasoning="think") == ([content] if content else [])
+        assert parsed([content], "", reasoning="think") == (
+            [content] if content else []
+        )
     assert parsed(["<thi"], "", reasoning="think", is_cut=True) == []
     assert parsed(["Hm</thi"], "", is_cut=True, **opened) == [Reasoning("Hm")]
-    assert in_every_way("[THINK]a[/THINK]b", "", reasoning="mistral") == [Reasoning("a"), "b"]
+    assert in_every_way("[THINK]a[/THINK]b", "", reasoning="mistral") == [
+        Reasoning("a"),
+        "b",
+    ]
 
 
 def test_only_the_first_call_is_kept_where_calls_are_not_parallel():
     parser = ResponseParser(Parsing("hermes", parallel_tool_calls=False))
     text = f"<tool_call>{WEATHER}</tool_call>"
     parts = parser.push(text * 2, is_end=True)
-    assert merged_calls([part for part in parts if isinstance(part, ToolCall)]) == (call(),)
+    assert merged_calls([part for part in parts if isinstance(part, ToolCall)]) == (
+        call(),
+    )
 
 
 TEXTS = st.lists(

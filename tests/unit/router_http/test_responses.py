@@ -16,7 +16,11 @@ from tests.support.http_bench import QWEN, TEXT, HttpBench, hello, lost, saying,
 
 PATH = "/v1/responses"
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-TOOL: dict[str, object] = {"type": "function", "name": "add", "parameters": {"type": "object"}}
+TOOL: dict[str, object] = {
+    "type": "function",
+    "name": "add",
+    "parameters": {"type": "object"},
+}
 BODY: dict[str, object] = {"input": "hello", "tools": [TOOL], "metadata": {"a": "b"}}
 SAID = f"<think>hello</think> the {CALL} the end."
 LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
@@ -32,8 +36,11 @@ def scored(stream: RequestStream) -> None:
 
 async def events_of(bench: HttpBench, body: dict[str, object]) -> list[dict[str, Any]]:
     """Return the events of a stream, which OpenAI's types must take."""
-    headers = {"Last-Event-ID": "cmpl-000000000000000000000000:0"}  # other endpoints resume
-    async with bench.session.post(PATH, json={**body, "stream": True}, headers=headers) as reply:
+    # Other endpoints resume.
+    headers = {"Last-Event-ID": "cmpl-000000000000000000000000:0"}
+    async with bench.session.post(
+        PATH, json={**body, "stream": True}, headers=headers
+    ) as reply:
         blocks = (await reply.text()).removesuffix("\n\n").split("\n\n")
     events = []
     for number, (name, data) in enumerate(block.split("\n") for block in blocks):
@@ -62,7 +69,11 @@ async def test_items_have_the_order_of_the_text_whole_and_streamed(bench):
         ("function_call", "completed", '{"a": 1}'),
         ("message", "completed", "the end."),
     ]
-    assert (whole["status"], whole["metadata"], whole["store"]) == ("completed", {"a": "b"}, False)
+    assert (whole["status"], whole["metadata"], whole["store"]) == (
+        "completed",
+        {"a": "b"},
+        False,
+    )
     assert whole["tools"] == [{**TOOL, "description": None, "strict": None}]
     assert len(whole["output"][2]["call_id"]) == 9
     usage = whole["usage"]
@@ -71,7 +82,10 @@ async def test_items_have_the_order_of_the_text_whole_and_streamed(bench):
         TEXT.encode_now("<think>hello</think>")
     )
     events = await events_of(bench, BODY)
-    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert [event["type"] for event in events[:2]] == [
+        "response.created",
+        "response.in_progress",
+    ]
     assert events[-1]["type"] == "response.completed"
     assert shown(events[-1]["response"]["output"]) == shown(whole["output"])
     done = [event for event in events if event["type"] == "response.output_item.done"]
@@ -84,16 +98,22 @@ async def test_items_have_the_order_of_the_text_whole_and_streamed(bench):
         )
         delta = "".join(one["delta"] for one in parts if one["type"].endswith(".delta"))
         assert delta == shown([event["item"]])[0][2]
-        assert {one.get("item_id", event["item"]["id"]) for one in parts} == {event["item"]["id"]}
+        assert {one.get("item_id", event["item"]["id"]) for one in parts} == {
+            event["item"]["id"]
+        }
 
 
 @served(script=scored, chat_template=QWEN)
 async def test_log_probabilities_are_those_of_the_message(bench):
     whole: Any = (await bench.post({"input": "hello", **LOGPROBS}, PATH)).json
     part = whole["output"][1]["content"][0]
-    tokens = [TEXT.spell(True, token_id)[0] for token_id in TEXT.encode_now(" the end.")]
+    tokens = [
+        TEXT.spell(True, token_id)[0] for token_id in TEXT.encode_now(" the end.")
+    ]
     assert [one["token"] for one in part["logprobs"]] == tokens
-    assert [len(one["top_logprobs"]) for one in part["logprobs"]] == [1] * len(part["logprobs"])
+    assert [len(one["top_logprobs"]) for one in part["logprobs"]] == [1] * len(
+        part["logprobs"]
+    )
     events = await events_of(bench, {"input": "hello", **LOGPROBS})
     deltas = [one for one in events if one["type"] == "response.output_text.delta"]
     assert [one for event in deltas for one in event["logprobs"]] == part["logprobs"]
@@ -103,7 +123,9 @@ async def test_log_probabilities_are_those_of_the_message(bench):
 async def test_a_response_that_is_cut_is_incomplete(bench):
     (*_, last) = await events_of(bench, {"input": "hello", "max_output_tokens": 1})
     assert last["type"] == "response.incomplete"
-    whole: Any = (await bench.post({"input": "hello", "max_output_tokens": 1}, PATH)).json
+    whole: Any = (
+        await bench.post({"input": "hello", "max_output_tokens": 1}, PATH)
+    ).json
     for response in (whole, last["response"]):
         assert response["incomplete_details"] == {"reason": "max_output_tokens"}
         assert shown(response["output"]) == [("message", "incomplete", " hello")]
@@ -130,7 +152,11 @@ def parsed(**fields: object) -> ParsedRequest:
 
 ITEMS: list[dict[str, object]] = [
     {"role": "developer", "content": "Be brief."},
-    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "sum?"}]},
+    {
+        "type": "message",
+        "role": "user",
+        "content": [{"type": "input_text", "text": "sum?"}],
+    },
     {
         "type": "reasoning",
         "id": "rs_1",
@@ -143,10 +169,24 @@ ITEMS: list[dict[str, object]] = [
         "id": "m",
         "status": "completed",
         "role": "assistant",
-        "content": [{"type": "output_text", "text": "I add.", "annotations": [], "logprobs": []}],
+        "content": [
+            {"type": "output_text", "text": "I add.", "annotations": [], "logprobs": []}
+        ],
     },
-    {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "add", "arguments": '{"a":1}'},
-    {"type": "function_call", "call_id": "c2", "name": "add", "arguments": "", "caller": None},
+    {
+        "type": "function_call",
+        "id": "fc_1",
+        "call_id": "c1",
+        "name": "add",
+        "arguments": '{"a":1}',
+    },
+    {
+        "type": "function_call",
+        "call_id": "c2",
+        "name": "add",
+        "arguments": "",
+        "caller": None,
+    },
     {"type": "function_call_output", "call_id": "c2", "output": "2"},
     {
         "type": "function_call_output",
@@ -162,11 +202,17 @@ ITEMS: list[dict[str, object]] = [
 
 
 def test_items_become_turns_in_their_order():
-    ask = parsed(input=ITEMS, instructions="You add.", tools=[TOOL], parallel_tool_calls=False)
+    ask = parsed(
+        input=ITEMS, instructions="You add.", tools=[TOOL], parallel_tool_calls=False
+    )
     (chat,) = ask.prompts
 
     def call(name: str, arguments: dict[str, object]) -> dict[str, object]:
-        return {"id": name, "type": "function", "function": {"name": "add", "arguments": arguments}}
+        return {
+            "id": name,
+            "type": "function",
+            "function": {"name": "add", "arguments": arguments},
+        }
 
     assert chat.messages == [
         {"role": "system", "content": "You add.\n\nBe brief."},
@@ -201,7 +247,9 @@ def test_settings_are_those_of_a_chat():
         top_k=3,
         stop=["x"],
         repetition_penalty=1.1,
-        text={"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}},
+        text={
+            "format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
+        },
         store=False,
         background=False,
         previous_response_id=None,
@@ -213,7 +261,12 @@ def test_settings_are_those_of_a_chat():
         service_tier="auto",
     )
     params = ask.params
-    assert (params.max_tokens, params.temperature, params.top_k, params.stop) == (7, 0.5, 3, ["x"])
+    assert (params.max_tokens, params.temperature, params.top_k, params.stop) == (
+        7,
+        0.5,
+        3,
+        ["x"],
+    )
     assert params.structured_outputs is not None
     assert params.structured_outputs.json == {"type": "object"}
     assert (params.repetition_penalty, params.logprobs) == (1.1, None)
@@ -222,7 +275,11 @@ def test_settings_are_those_of_a_chat():
 
 @served(script=hello, chat_template=QWEN)
 async def test_the_tokens_of_a_response_can_be_counted_before(bench):
-    asked: dict[str, object] = {"input": ITEMS, "instructions": "You add.", "tools": [TOOL]}
+    asked: dict[str, object] = {
+        "input": ITEMS,
+        "instructions": "You add.",
+        "tools": [TOOL],
+    }
     counted: Any = (await bench.post(asked, f"{PATH}/input_tokens")).json
     whole: Any = (await bench.post({**asked, "max_output_tokens": 9}, PATH)).json
     assert counted == {
@@ -248,7 +305,12 @@ def test_calls_of_other_tools_in_the_history_are_shown_and_other_items_become_pl
     image = [{"type": "input_image", "image_url": "data:x"}]
     items = [
         {"role": "user", "content": image},
-        {"type": "web_search_call", "id": "w", "status": "completed", "action": {"query": "x"}},
+        {
+            "type": "web_search_call",
+            "id": "w",
+            "status": "completed",
+            "action": {"query": "x"},
+        },
         {"type": "reasoning", "summary": [], "encrypted_content": "abc"},
         {"type": "custom_tool_call", "call_id": "a", "name": "patch", "input": "x"},
         {"type": "local_shell_call", "call_id": "b", "action": {"command": ["ls"]}},
@@ -258,7 +320,9 @@ def test_calls_of_other_tools_in_the_history_are_shown_and_other_items_become_pl
     ]
     (chat,) = parsed(input=items).prompts
 
-    def call(call_id: str, name: str, arguments: dict[str, object]) -> dict[str, object]:
+    def call(
+        call_id: str, name: str, arguments: dict[str, object]
+    ) -> dict[str, object]:
         function = {"name": name, "arguments": arguments}
         return {"id": call_id, "type": "function", "function": function}
 
@@ -289,7 +353,10 @@ def test_calls_of_other_tools_in_the_history_are_shown_and_other_items_become_pl
         ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
         ({"text": {"format": {"type": "json_object"}}, "min_tokens": 2}, "min_tokens"),
         (
-            {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}},
+            {
+                "text": {"format": {"type": "json_object"}},
+                "structured_outputs": {"regex": "a"},
+            },
             "text.format",
         ),
         ({"tools": [TOOL, TOOL]}, "tools[1].name"),
@@ -308,7 +375,10 @@ def test_calls_of_other_tools_in_the_history_are_shown_and_other_items_become_pl
             "input[0].content[0]",
         ),
         ({"input": [], "instructions": None}, "input"),
-        ({"input": [{"type": "compaction", "encrypted_content": "x"}]}, "input[0].type"),
+        (
+            {"input": [{"type": "compaction", "encrypted_content": "x"}]},
+            "input[0].type",
+        ),
     ],
 )
 def test_what_cannot_be_honoured_is_named(fields, param):

@@ -70,18 +70,27 @@ def ids_at(received: ReceivedPart) -> EventIds:
 
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_the_packed_prompts_a_prompt_come_again_only_to_who_has_nothing(is_chat):
-    writer = ResponseWriter(NAME, "tiny", 7, is_chat, include_usage=False, token_ids=True)
+    writer = ResponseWriter(
+        NAME, "tiny", 7, is_chat, include_usage=False, token_ids=True
+    )
     prompts = [ShownPrompt(token_ids=[5, 6])]
     for received, times in ((NOTHING, 1), (ReceivedPart(1, True), 0)):
         events = ChunkEvents(writer, 1, prompts, [2], ids_at(received))
-        data = b"".join(events.take(CompletionOutput(0, " a", [token_id])) for token_id in (7, 8))
+        data = b"".join(
+            events.take(CompletionOutput(0, " a", [token_id])) for token_id in (7, 8)
+        )
         assert data.count(b'"prompt_token_ids":[5,6]') == times
         assert data.count(b'"token_ids":') == 2
 
 
 def test_tokens_are_passed_over_however_they_come_and_others_are_noticed():
     part = ReceivedPart(3, True, False, digest_of([5, 6, 7]))
-    for cuts in ([[5, 6, 7], [8]], [[5], [], [6, 7, 8]], [[5, 6], [7], [8]], [[5, 6, 7, 8]]):
+    for cuts in (
+        [[5, 6, 7], [8]],
+        [[5], [], [6, 7, 8]],
+        [[5, 6], [7], [8]],
+        [[5, 6, 7, 8]],
+    ):
         passing = part
         for tokens in cuts:
             assert not passing.is_passed or tokens == [8]
@@ -151,16 +160,23 @@ def text_of(events: list[tuple[str, str]]) -> dict[int, tuple[str, str]]:
     for _, data in events[:-1]:
         for choice in json.loads(data)["choices"]:
             text, _ = found.get(choice["index"], ("", ""))
-            found[choice["index"]] = text + choice["text"], choice["finish_reason"] or ""
+            found[choice["index"]] = (
+                text + choice["text"],
+                choice["finish_reason"] or "",
+            )
     return found
 
 
 @served(script=None)
-async def test_other_tokens_than_the_clients_end_the_request_before_its_first_event(bench, engine):
+async def test_other_tokens_than_the_clients_end_the_request_before_its_first_event(
+    bench, engine
+):
     engine.script = saying(*WORDS).script
     (first, *_) = await events_of(bench, {"prompt": [5]})
     engine.script = saying([9], *WORDS).script
-    reply = await bench.post({"prompt": [5], "stream": True}, **{"Last-Event-ID": first[0]})
+    reply = await bench.post(
+        {"prompt": [5], "stream": True}, **{"Last-Event-ID": first[0]}
+    )
     assert (reply.status, reply.json["error"]["code"]) == (409, "stream_changed")
     assert len(engine.closed) == 1, "its nodes go on"
     for more in ({"stream": False}, {"n": 2}, {"echo": True}, {"logprobs": 1}):

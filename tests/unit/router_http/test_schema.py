@@ -9,7 +9,12 @@ import pytest
 
 from baton.protocol.errors import RequestError
 from baton.router.http.api.prepare import checked_prompt
-from baton.router.http.api.schema import Chat, ParsedRequest, parse_chat, parse_completion
+from baton.router.http.api.schema import (
+    Chat,
+    ParsedRequest,
+    parse_chat,
+    parse_completion,
+)
 from baton.router.text.chat_template import ChatTemplate
 
 
@@ -18,13 +23,16 @@ def body_of(**fields: object) -> bytes:
 
 
 def turn(**fields: object) -> bytes:
-    return json.dumps({"messages": [{"role": "user", "content": "hi", **fields}]}).encode()
+    return json.dumps(
+        {"messages": [{"role": "user", "content": "hi", **fields}]}
+    ).encode()
 
 
 def with_tools(*functions: dict[str, object], choice: object = None) -> bytes:
     tools = [{"type": "function", "function": function} for function in functions]
     return (
-        turn()[:-1] + f',"tools":{json.dumps(tools)},"tool_choice":{json.dumps(choice)}}}'.encode()
+        turn()[:-1]
+        + f',"tools":{json.dumps(tools)},"tool_choice":{json.dumps(choice)}}}'.encode()
     )
 
 
@@ -36,7 +44,10 @@ def with_tools(*functions: dict[str, object], choice: object = None) -> bytes:
         (body_of(prompt=[[1], []]), "prompt"),
         (body_of(stop="x" * 1025), "stop"),
         (body_of(stop=["x" * 1024] * 5), "stop"),
-        (body_of(stream=True, stream_options={"include_usag": 1}), "stream_options.include_usag"),
+        (
+            body_of(stream=True, stream_options={"include_usag": 1}),
+            "stream_options.include_usag",
+        ),
         (body_of(logit_bias=dict.fromkeys(range(1025), 0)), "logit_bias"),
         (body_of(logprobs=21, echo=True), "logprobs"),
         (body_of(prompt_logprobs=-1), "prompt_logprobs"),
@@ -63,7 +74,9 @@ def test_a_misspelt_field_is_answered_with_the_nearest():
         (turn(role="assistant", tool_call_id="1"), "messages[0].tool_call_id"),
         (turn(audio={"id": "1"}), "messages[0].audio"),
         (
-            with_tools({"name": "f"}, choice={"type": "function", "function": {"name": "g"}}),
+            with_tools(
+                {"name": "f"}, choice={"type": "function", "function": {"name": "g"}}
+            ),
             "tool_choice",
         ),
     ],
@@ -113,7 +126,12 @@ def test_an_answer_can_be_sent_back_as_it_came():
         "thinking_blocks": [{"thinking": "hm"}],
         "reasoning_details": [{"text": "hm"}],
     }
-    question = {"role": "user", "content": "null" * 100_000, "audio": None, "name": None}
+    question = {
+        "role": "user",
+        "content": "null" * 100_000,
+        "audio": None,
+        "name": None,
+    }
     body = {
         "messages": [answer, question],
         "reasoning_effort": None,
@@ -125,13 +143,20 @@ def test_an_answer_can_be_sent_back_as_it_came():
     ask = parse_chat(json.dumps(body).encode())
     (chat,) = ask.prompts
     assert chat.messages == [
-        {"role": "assistant", "content": "yes", "reasoning_content": "hm", "reasoning": "hm"},
+        {
+            "role": "assistant",
+            "content": "yes",
+            "reasoning_content": "hm",
+            "reasoning": "hm",
+        },
         {"role": "user", "content": "null" * 100_000},
     ]
     assert ask.include_usage
 
 
-@pytest.mark.parametrize("data", [body_of(max_tokens=0, echo=True), body_of(max_tokens=0)])
+@pytest.mark.parametrize(
+    "data", [body_of(max_tokens=0, echo=True), body_of(max_tokens=0)]
+)
 def test_no_tokens_can_be_asked_for_only_with_an_echo(data):
     if b"echo" in data:
         assert not parse_completion(data).generates
@@ -199,10 +224,19 @@ def test_text_parts_and_other_keys_of_a_turn_stay():
 
 
 def test_tools_and_their_turns_reach_the_template_as_objects():
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    call = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": "f", "arguments": '{"a": 1}'},
+    }
     body = {
         "messages": [
-            {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [call],
+                "reasoning_content": "hm",
+            },
             {"role": "tool", "tool_call_id": "1", "content": "2"},
         ],
         "tools": [{"type": "function", "function": {"name": "f"}}],
@@ -211,7 +245,11 @@ def test_tools_and_their_turns_reach_the_template_as_objects():
     ask = parse_chat(json.dumps(body).encode())
     (chat,) = ask.prompts
     assert chat.messages[0]["tool_calls"] == [
-        {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+        {
+            "id": "1",
+            "type": "function",
+            "function": {"name": "f", "arguments": {"a": 1}},
+        }
     ]
     assert chat.messages[1] == {"role": "tool", "content": "2", "tool_call_id": "1"}
     parameters = {"type": "object", "properties": {}}
@@ -226,7 +264,11 @@ def test_tools_and_their_turns_reach_the_template_as_objects():
 
 
 def called(arguments: object) -> bytes:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    call = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": "f", "arguments": arguments},
+    }
     image = [{"type": "image_url", "image_url": {"url": "data:x"}}]
     turns = [
         {"role": "user", "content": image},
@@ -240,7 +282,11 @@ def test_images_become_placeholders_in_what_was_answered_and_in_results_of_tools
     (chat,) = parse_chat(called("{}")).prompts
     assert isinstance(chat, Chat)
     question, _, result = chat.messages
-    assert question["content"] == result["content"] == [{"type": "text", "text": "[image]"}]
+    assert (
+        question["content"]
+        == result["content"]
+        == [{"type": "text", "text": "[image]"}]
+    )
 
 
 # Templates that take the arguments of calls as objects, and as text.
@@ -252,7 +298,9 @@ TAKES = {
 }
 
 
-@pytest.mark.parametrize("arguments", ['{"zone": "U', "null", "[]", "3", '{"a":1}{"b":2}', None])
+@pytest.mark.parametrize(
+    "arguments", ['{"zone": "U', "null", "[]", "3", '{"a":1}{"b":2}', None]
+)
 def test_broken_arguments_of_a_call_end_no_conversation(arguments):
     (chat,) = parse_chat(called(arguments)).prompts
     assert isinstance(chat, Chat)
@@ -277,9 +325,14 @@ def test_functions_take_what_other_servers_take():
 @pytest.mark.parametrize(("mode", "is_required"), [("auto", False), ("required", True)])
 def test_a_choice_of_allowed_tools_leaves_those_alone(mode, is_required):
     def asked(*names: str) -> ParsedRequest:
-        tools = [{"type": "function", "function": {"name": name}} for name in ("f", "g", "h")]
+        tools = [
+            {"type": "function", "function": {"name": name}} for name in ("f", "g", "h")
+        ]
         allowed = [{"type": "function", "function": {"name": name}} for name in names]
-        choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": allowed}}
+        choice = {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": mode, "tools": allowed},
+        }
         turns = [{"role": "user", "content": "hi"}]
         body = {"messages": turns, "tools": tools, "tool_choice": choice}
         return parse_chat(json.dumps(body).encode())

@@ -34,14 +34,23 @@ JSON = b"Content-Type: application/json\r\n"
 def plain(line: bytes, headers: bytes = b"", body: bytes = b"") -> bytes:
     length = b"Content-Length: %d\r\n" % len(body) if body else b""
     return (
-        line + b" HTTP/1.1\r\nHost: x\r\nX-Request-Id: NAME\r\n" + headers + length + b"\r\n" + body
+        line
+        + b" HTTP/1.1\r\nHost: x\r\nX-Request-Id: NAME\r\n"
+        + headers
+        + length
+        + b"\r\n"
+        + body
     )
 
 
 def chunked(line: bytes, body: bytes, headers: bytes = b"") -> bytes:
     half = len(body) // 2
-    chunks = b"".join(b"%x\r\n%s\r\n" % (len(one), one) for one in (body[:half], body[half:]))
-    return plain(line, headers + b"Transfer-Encoding: chunked\r\n") + chunks + b"0\r\n\r\n"
+    chunks = b"".join(
+        b"%x\r\n%s\r\n" % (len(one), one) for one in (body[:half], body[half:])
+    )
+    return (
+        plain(line, headers + b"Transfer-Encoding: chunked\r\n") + chunks + b"0\r\n\r\n"
+    )
 
 
 ASKED = (
@@ -59,7 +68,8 @@ ASKED = (
     plain(b"POST /v1/completions", JSON + b"Connection: close\r\n", COMPLETION),
     plain(b"POST /v1/completions", JSON + b"Expect: 100-continue\r\n", COMPLETION),
     plain(b"GET /live").replace(b"HTTP/1.1", b"HTTP/1.0"),
-    plain(b"GET /live", b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n") + b"0\r\n\r\n",
+    plain(b"GET /live", b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n")
+    + b"0\r\n\r\n",
     plain(b"GET /live", b"Content-Length: -1\r\n"),
     plain(b"GET /live", b"Content-Length: 1\r\nContent-Length: 2\r\n") + b"ab",
     plain(b"GET /live", b" folded: x\r\n"),
@@ -67,7 +77,9 @@ ASKED = (
     b"\r\n",
 )
 CUTS = st.lists(st.integers(0, 2000), max_size=6)  # where the bytes are cut
-DAMAGE = st.one_of(st.none(), st.tuples(st.integers(0, 2000), st.binary(min_size=1, max_size=3)))
+DAMAGE = st.one_of(
+    st.none(), st.tuples(st.integers(0, 2000), st.binary(min_size=1, max_size=3))
+)
 
 NewConnection = Callable[[], asyncio.Protocol]
 Answered = tuple[list[bytes], bool]
@@ -132,7 +144,9 @@ class Wire(asyncio.Transport):
             name = None if is_no_request else NAME.search(headers)
             if status != b"100":
                 names.append(status if name is None else name[1])
-        return [b"" if name.startswith(b"req-") else name for name in names], self.is_open
+        return [
+            b"" if name.startswith(b"req-") else name for name in names
+        ], self.is_open
 
 
 async def answer(request: web.Request) -> web.Response:
@@ -184,13 +198,19 @@ def test_any_bytes_in_any_pieces_are_paired_as_by_plain_aiohttp():
         servers = runner.run(context.__aenter__())
 
         @given(st.lists(st.sampled_from(ASKED), min_size=1, max_size=4), CUTS, DAMAGE)
-        def check(asked: list[bytes], cuts: list[int], damage: tuple[int, bytes] | None) -> None:
-            whole = b"".join(one.replace(b"NAME", b"%d" % i) for i, one in enumerate(asked))
+        def check(
+            asked: list[bytes], cuts: list[int], damage: tuple[int, bytes] | None
+        ) -> None:
+            whole = b"".join(
+                one.replace(b"NAME", b"%d" % i) for i, one in enumerate(asked)
+            )
             if damage is not None:
                 at = damage[0] % len(whole)
                 whole = whole[:at] + damage[1] + whole[at + len(damage[1]) :]
             bounds = [0, *sorted(cut % len(whole) for cut in cuts), len(whole)]
-            pieces = [whole[start:end] for start, end in pairwise(bounds) if start < end]
+            pieces = [
+                whole[start:end] for start, end in pairwise(bounds) if start < end
+            ]
             ours, theirs = runner.run(answers(pieces, servers))
             assert ours == theirs
 

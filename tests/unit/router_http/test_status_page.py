@@ -15,7 +15,12 @@ from baton.router.core.stream import RequestStream
 from baton.router.http.status import MAX_REQUESTS, PAGE, StatusDocument
 from tests.support.completions import ask
 from tests.support.http_bench import TEXT, HttpBench, lost, placed, served, well
-from tests.support.router_process import NUM_BLOCKS, WAIT_S, wait_until_ready, with_toy_nodes
+from tests.support.router_process import (
+    NUM_BLOCKS,
+    WAIT_S,
+    wait_until_ready,
+    with_toy_nodes,
+)
 
 HOSTILE = "<img src=x onerror=document.title='broken'>"
 LOCKED = ClusterConfig(router=RouterConfig(api_keys=("secret",)))
@@ -42,7 +47,9 @@ async def document_of(bench: HttpBench) -> StatusDocument:
 
 
 def ask_as(url: str, request_id: str) -> None:
-    ask(url, {"prompt": [5, 6, 7], "max_tokens": 4}, **{"X-Request-Id": request_id}).read()
+    ask(
+        url, {"prompt": [5, 6, 7], "max_tokens": 4}, **{"X-Request-Id": request_id}
+    ).read()
 
 
 def test_the_document_tells_of_nodes_pairs_and_requests(config, start):
@@ -55,7 +62,9 @@ def test_the_document_tells_of_nodes_pairs_and_requests(config, start):
             data: bytes = reply.read()
         return data
 
-    told = msgspec.json.decode(asyncio.run(with_toy_nodes(config, use)), type=StatusDocument)
+    told = msgspec.json.decode(
+        asyncio.run(with_toy_nodes(config, use)), type=StatusDocument
+    )
     assert (told.status, told.model, told.num_requests) == ("ready", "tiny", 1)
     assert (told.num_prompt_tokens, told.num_output_tokens) == (3, 4)
     assert [(node["node_id"], node["role"]) for node in told.nodes] == [
@@ -68,10 +77,18 @@ def test_the_document_tells_of_nodes_pairs_and_requests(config, start):
     assert (pair.prefill_node, pair.decode_node) == ("p0", "d0")
     assert (pair.num_handoffs, pair.num_failures, pair.reason) == (1, 0, "")
     (request,) = told.requests
-    assert (request.request_id, request.status, request.outcome) == (HOSTILE, 200, "finished")
+    assert (request.request_id, request.status, request.outcome) == (
+        HOSTILE,
+        200,
+        "finished",
+    )
     assert (request.num_prompt_tokens, request.num_output_tokens) == (3, 4)
     assert 0.0 < request.first_token_s <= request.e2e_s
-    assert (request.num_attempts, request.prefill_node, request.decode_node) == (1, "p0", "d0")
+    assert (request.num_attempts, request.prefill_node, request.decode_node) == (
+        1,
+        "p0",
+        "d0",
+    )
     assert sum(one.duration_s for one in request.stages) == pytest.approx(request.e2e_s)
     assert told.faults == []
 
@@ -81,7 +98,9 @@ async def test_only_the_last_requests_are_kept(bench):
     for number in range(MAX_REQUESTS + 2):
         headers = {"X-Request-Id": f"r{number}"}
         body = {"prompt": [5]}
-        async with bench.session.post("/v1/completions", json=body, headers=headers) as reply:
+        async with bench.session.post(
+            "/v1/completions", json=body, headers=headers
+        ) as reply:
             assert reply.status == 200
     told = await document_of(bench)
     names = [one.request_id for one in told.requests]
@@ -132,7 +151,13 @@ async def test_without_the_page_there_is_neither_page_nor_data(bench):
 
 def test_the_page_sets_text_only_and_loads_nothing_else():
     page = PAGE.read_text()
-    for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
+    for way in (
+        "innerHTML",
+        "outerHTML",
+        "insertAdjacentHTML",
+        "document.write",
+        "eval(",
+    ):
         assert way not in page
     assert re.findall(r"https?://[^\"]+", page) == ["http://www.w3.org/2000/svg"]
     assert re.findall(r"(?:src|href)=\"([^\"]*)", page) == ["data:,"]

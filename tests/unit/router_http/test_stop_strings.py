@@ -30,7 +30,9 @@ def first_match(text: str, stops: list[str]) -> tuple[int, int] | None:
     stops=st.lists(st.text(LETTERS, min_size=1, max_size=5), min_size=1, max_size=4),
     include=st.booleans(),
 )
-def test_text_is_cut_at_the_first_completed_stop_however_it_was_grouped(pieces, stops, include):
+def test_text_is_cut_at_the_first_completed_stop_however_it_was_grouped(
+    pieces, stops, include
+):
     scan = StopStrings(stops)
     text = "".join(pieces)
     shown = ""
@@ -64,7 +66,8 @@ def test_only_what_could_become_a_stop_string_is_held_back(text, stops):
     shown = scan.push(text, may_match=False, include_match=False)
     held = text[len(shown) :]
     longest = max(
-        (n for stop in stops for n in range(len(stop)) if text.endswith(stop[:n])), default=0
+        (n for stop in stops for n in range(len(stop)) if text.endswith(stop[:n])),
+        default=0,
     )
     assert len(held) == longest
     assert scan.flush() == held
@@ -72,11 +75,15 @@ def test_only_what_could_become_a_stop_string_is_held_back(text, stops):
 
 def test_a_stop_string_across_token_borders_never_shows_its_beginning():
     detokenizer = TEXT.detokenizer([1], SamplingParams(stop="stop the"))
-    pushes = [detokenizer.push([i]) for i in TEXT.encode_now("hello stop world stop the end")]
+    pushes = [
+        detokenizer.push([i]) for i in TEXT.encode_now("hello stop world stop the end")
+    ]
     assert pushes[-1] is None
     deltas = [delta for delta in pushes if delta is not None]
     assert "".join(delta.text for delta in deltas) == "hello stop world "
-    assert [delta.stop_reason for delta in deltas if delta.finish_reason] == ["stop the"]
+    assert [delta.stop_reason for delta in deltas if delta.finish_reason] == [
+        "stop the"
+    ]
 
 
 def test_the_tokens_of_a_stop_are_reported_and_those_after_it_are_not():
@@ -89,14 +96,18 @@ def test_the_tokens_of_a_stop_are_reported_and_those_after_it_are_not():
 
 def test_a_stop_string_can_be_kept_in_the_output():
     params = SamplingParams(stop=["stop"], include_stop_str_in_output=True)
-    assert TEXT.detokenizer([1], params).push(TEXT.encode_now("a stop b")).text == "a stop"
+    assert (
+        TEXT.detokenizer([1], params).push(TEXT.encode_now("a stop b")).text == "a stop"
+    )
 
 
 @pytest.mark.parametrize(
     ("min_tokens", "shown", "reason"),
     [(1, "", "stop"), (2, "stop ", "stop"), (3, "stop stop", None)],
 )
-def test_stop_strings_do_not_end_a_sequence_before_min_tokens(min_tokens, shown, reason):
+def test_stop_strings_do_not_end_a_sequence_before_min_tokens(
+    min_tokens, shown, reason
+):
     params = SamplingParams(stop="stop", min_tokens=min_tokens, max_tokens=None)
     delta = TEXT.detokenizer([1], params).push(TEXT.encode_now("stop stop"), "length")
     assert (delta.text, delta.stop_reason) == (shown, reason)
@@ -115,7 +126,9 @@ def test_a_stop_string_before_the_models_end_wins():
     assert (delta.text, delta.stop_reason, len(delta.token_ids)) == ("", "hello", 1)
 
 
-def parsed_in_pieces(text: str, sizes: list[int], **options: object) -> CompletionOutput:
+def parsed_in_pieces(
+    text: str, sizes: list[int], **options: object
+) -> CompletionOutput:
     """Return the output for the tokens of a text, pushed in pieces of these sizes."""
     parsing = Parsing("hermes", reasoning="think")
     detokenizer = TEXT.detokenizer([1], SamplingParams(**options), 0, parsing)
@@ -145,7 +158,9 @@ def test_a_stop_string_acts_in_the_content_of_a_chat_alone(sizes):
         output = parsed_in_pieces(f"{THOUGHT}the world", sizes, stop=stop)
         assert (output.reasoning, output.text) == ("hello stop the end", "the world")
         assert (output.finish_reason, output.stop_reason) == ("length", None)
-    output = parsed_in_pieces(f"{THOUGHT}the world stop the end", sizes, stop=["stop the", "hello"])
+    output = parsed_in_pieces(
+        f"{THOUGHT}the world stop the end", sizes, stop=["stop the", "hello"]
+    )
     assert (output.reasoning, output.text) == ("hello stop the end", "the world ")
     assert (output.finish_reason, output.stop_reason) == ("stop", "stop the")
     assert output.token_ids == TEXT.encode_now(f"{THOUGHT}the world stop the")
@@ -165,4 +180,7 @@ def test_reasoning_counts_for_min_tokens_of_a_stop_string(sizes):
     num_thought = len(TEXT.encode_now(f"{THOUGHT}the"))
     for min_tokens, shown in ((num_thought, ""), (num_thought + 1, "the the")):
         options = {"stop": "the", "min_tokens": min_tokens, "max_tokens": None}
-        assert parsed_in_pieces(f"{THOUGHT}the the", sizes, **options).text.strip() == shown[:3]
+        assert (
+            parsed_in_pieces(f"{THOUGHT}the the", sizes, **options).text.strip()
+            == shown[:3]
+        )

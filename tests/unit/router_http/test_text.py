@@ -9,7 +9,12 @@ from llguidance import LLTokenizer
 
 from baton.protocol.errors import ConfigError, RequestError
 from baton.protocol.sampling import SamplingParams
-from baton.router.text.detokenizer import LibraryStream, TokenTable, WindowStream, decoding_of
+from baton.router.text.detokenizer import (
+    LibraryStream,
+    TokenTable,
+    WindowStream,
+    decoding_of,
+)
 from baton.router.text.tokenizer import Text
 from tests.support.small_tokenizers import (
     END,
@@ -42,7 +47,9 @@ def cuts(draw: st.DrawFn, token_ids: list[int]) -> list[list[int]]:
     return pieces
 
 
-def joined(text: Text, prompt: list[int], pushes: list[list[int]], params: SamplingParams) -> str:
+def joined(
+    text: Text, prompt: list[int], pushes: list[list[int]], params: SamplingParams
+) -> str:
     detokenizer = text.detokenizer(prompt, params)
     deltas = [detokenizer.push(push) for push in pushes]
     return "".join(delta.text for delta in deltas) + detokenizer.push([], "length").text
@@ -62,7 +69,11 @@ def test_deltas_join_to_the_decoded_text_however_tokens_are_grouped(family, data
 def test_leading_spaces_without_text_of_their_own_are_kept(prompt):
     text = ALL["metaspace"]
     token_ids = text.encode_now(prompt)
-    assert text.decode(token_ids) == small_tokenizer("metaspace").decode(token_ids) == prompt
+    assert (
+        text.decode(token_ids)
+        == small_tokenizer("metaspace").decode(token_ids)
+        == prompt
+    )
 
 
 @given(data=st.data())
@@ -112,7 +123,10 @@ def test_the_token_that_ends_a_sequence_has_no_text_unless_asked_for():
     assert (delta.text, list(delta.token_ids)) == ("hello", [hello, world])
     assert delta.stop_reason == world
     included = SamplingParams(stop_token_ids=[world], include_stop_str_in_output=True)
-    assert text.detokenizer([1], included).push([hello, world], "stop").text == "hello world"
+    assert (
+        text.detokenizer([1], included).push([hello, world], "stop").text
+        == "hello world"
+    )
 
 
 @pytest.mark.parametrize("family", ["metaspace", "word_piece"])
@@ -125,7 +139,9 @@ def test_the_library_s_stream_says_what_a_window_of_tokens_says(family, data):
     prompt = data.draw(ids)
     token_ids = data.draw(ids)
     for skip in (True, False):
-        streams = [kind(decoding, prompt, skip) for kind in (LibraryStream, WindowStream)]
+        streams = [
+            kind(decoding, prompt, skip) for kind in (LibraryStream, WindowStream)
+        ]
         ours, theirs = (
             "".join([stream.feed(token_id) for token_id in token_ids]) + stream.flush()
             for stream in streams
@@ -152,7 +168,9 @@ def test_known_decoders_need_no_tokenizer_per_token():
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("part", ["hello world, the end.", " ", "x", "你好😀", END])
-def test_a_long_prompt_is_counted_in_pieces_and_refused_only_if_it_cannot_fit(family, part):
+def test_a_long_prompt_is_counted_in_pieces_and_refused_only_if_it_cannot_fit(
+    family, part
+):
     text = ALL[family]
     prompt = (part + "stop ") * (200_000 // len(part + "stop "))
     token_ids = text.encode_now(prompt)
@@ -199,7 +217,9 @@ def test_forms_are_refused_where_nodes_cannot_hold_them(family, tmp_path):
     folder = Path(write_tokenizer(tmp_path, family))
     reads = True
     try:
-        LLTokenizer((folder / "tokenizer.json").read_text(encoding="utf-8"), eos_token=0)
+        LLTokenizer(
+            (folder / "tokenizer.json").read_text(encoding="utf-8"), eos_token=0
+        )
     except ValueError:
         reads = False
     assert reads is (family not in ("metaspace", "word_piece"))
@@ -210,7 +230,9 @@ def test_forms_are_refused_where_nodes_cannot_hold_them(family, tmp_path):
 
 
 def test_missing_and_broken_folders_are_one_clear_line(tmp_path):
-    with pytest.raises(ConfigError, match=r"has no tokenizer\.json, .*: fetch it") as caught:
+    with pytest.raises(
+        ConfigError, match=r"has no tokenizer\.json, .*: fetch it"
+    ) as caught:
         Text.load(str(tmp_path))
     assert "\n" not in caught.value.message
     Path(write_tokenizer(tmp_path), "tokenizer.json").write_text("{]")

@@ -63,7 +63,9 @@ def swapped(made: Certificate) -> None:
 
 def encrypted(made: Certificate) -> None:
     words = ["rsa", "-aes256", "-passout", "pass:secret", "-in", str(made.key)]
-    text = subprocess.run(["openssl", *words], check=True, capture_output=True, timeout=60).stdout
+    text = subprocess.run(
+        ["openssl", *words], check=True, capture_output=True, timeout=60
+    ).stdout
     made.key.write_bytes(text)
 
 

@@ -33,7 +33,8 @@ BODY: dict[str, object] = {
 }
 
 
-TOKEN_IDS = TEXT.encode_now(f"{THOUGHT} the {CALL}.")  # the last one is the end, without text
+# The last one is the end, without text.
+TOKEN_IDS = TEXT.encode_now(f"{THOUGHT} the {CALL}.")
 
 
 def token_by_token(stream: RequestStream) -> None:
@@ -52,7 +53,9 @@ def merged(pieces: list[dict[str, Any]]) -> list[dict[str, Any]]:
             calls.append(piece)
         else:
             assert piece.keys() == {"index", "function"}
-            calls[piece["index"]]["function"]["arguments"] += piece["function"]["arguments"]
+            calls[piece["index"]]["function"]["arguments"] += piece["function"][
+                "arguments"
+            ]
     return calls
 
 
@@ -63,7 +66,9 @@ def joined(events: list[tuple[str, str]]) -> dict[str, Any]:
     return {
         "content": "".join(delta.get("content") or "" for delta in deltas),
         "reasoning": "".join(delta.get("reasoning", "") for delta in deltas),
-        "calls": merged([call for delta in deltas for call in delta.get("tool_calls", ())]),
+        "calls": merged(
+            [call for delta in deltas for call in delta.get("tool_calls", ())]
+        ),
         "finish": chunks[-1]["choices"][0]["finish_reason"],
     }
 
@@ -95,7 +100,10 @@ async def test_a_stream_has_the_parts_of_the_whole(bench):
     assert (whole["content"], whole["reasoning"]) == ("the", "hello")
     assert whole["finish"] == "tool_calls"
     (call,) = whole["calls"]
-    assert (call["index"], call["function"]) == (0, {"name": "add", "arguments": '{"a": 1}'})
+    assert (call["index"], call["function"]) == (
+        0,
+        {"name": "add", "arguments": '{"a": 1}'},
+    )
 
 
 def test_a_resumed_stream_goes_on_with_the_same_parts():
@@ -103,7 +111,9 @@ def test_a_resumed_stream_goes_on_with_the_same_parts():
         params = SamplingParams()
         parsing = Parsing("hermes", reasoning="think")
         detokenizers = [TEXT.detokenizer([1], params, 0, parsing)]
-        part = ReceivedPart(num_received, True, False, digest_of(TOKEN_IDS[:num_received]))
+        part = ReceivedPart(
+            num_received, True, False, digest_of(TOKEN_IDS[:num_received])
+        )
         made = RequestStream("r", [1], params, detokenizers, received=[part])
         deltas: list[CompletionOutput] = []
         made.send_to(deltas.append)
@@ -149,7 +159,9 @@ def test_the_format_is_the_one_that_the_template_shows(source, tools, reasoning)
     assert ModelFormat.of(none, template) == ModelFormat()
 
 
-CALLS_OF_TURNS = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+CALLS_OF_TURNS = (
+    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+)
 END_OF_TURNS = "{% endfor %}{% endfor %}"
 HERMES_CALL = (
     '<tool_call>{"name": "{{ c.function.name }}", "arguments": '
@@ -158,19 +170,26 @@ HERMES_CALL = (
 
 
 def test_a_format_is_used_only_if_the_calls_of_the_template_are_read_in_it():
-    template = ChatTemplate("{{ tools }}" + CALLS_OF_TURNS + HERMES_CALL + END_OF_TURNS, {})
+    template = ChatTemplate(
+        "{{ tools }}" + CALLS_OF_TURNS + HERMES_CALL + END_OF_TURNS, {}
+    )
     assert ModelFormat.of(RouterConfig(), template).tools == "hermes"
     for wrong in (
         "<tool_call>{{ c.function.name }}: {{ c.function.arguments }}</tool_call>",
         "calls {{ c.function.name }}{# <tool_call> #}",
     ):
-        template = ChatTemplate("{{ tools }}" + CALLS_OF_TURNS + wrong + END_OF_TURNS, {})
+        template = ChatTemplate(
+            "{{ tools }}" + CALLS_OF_TURNS + wrong + END_OF_TURNS, {}
+        )
         assert ModelFormat.of(RouterConfig(), template).tools == ""
 
 
 # How each format writes add(a=1), and what is between two calls.
 CALLS: dict[str, tuple[str, str]] = {
-    "hermes": ('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', "\n"),
+    "hermes": (
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+        "\n",
+    ),
     "llama3_json": ('{"name": "add", "parameters": {"a": 1}}', "; "),
     "mistral": ('[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]', ""),
     "phi4_mini_json": (
@@ -232,7 +251,8 @@ class Judge:
 @pytest.mark.parametrize("written", CALLS)
 @pytest.mark.parametrize("is_required", [True, False])
 @pytest.mark.parametrize(
-    ("before", "is_open"), [("", None), ("Hm</think>\n\n", True), ("<think>Hm</think>\n", False)]
+    ("before", "is_open"),
+    [("", None), ("Hm</think>\n\n", True), ("<think>Hm</think>\n", False)],
 )
 def test_a_grammar_lets_only_fitting_calls_pass_and_all_of_them_are_found(
     written, is_required, before, is_open
@@ -248,7 +268,8 @@ def test_a_grammar_lets_only_fitting_calls_pass_and_all_of_them_are_found(
     assert judge.passes(before + text)
     reasoning = "" if is_open is None else "think"
     parsing = Parsing(written, ("add",), {"add": SCHEMA}, reasoning=reasoning)
-    if written != "openai" or is_open is None:  # its reasoning has a channel, and no tag
+    # Its reasoning has a channel, and no tag.
+    if written != "openai" or is_open is None:
         parser = ResponseParser(parsing, is_thinking=bool(is_open))
         parts = parser.push(before + text, is_end=True)
         calls = merged_calls([part for part in parts if isinstance(part, ToolCall)])
@@ -265,7 +286,9 @@ def test_a_grammar_lets_only_fitting_calls_pass_and_all_of_them_are_found(
 
 
 @pytest.mark.parametrize("written", CALLS)
-@pytest.mark.parametrize("name", ["mcp/files:read", "日本", "a.b-c@d", "x" * 256, "f:0"])
+@pytest.mark.parametrize(
+    "name", ["mcp/files:read", "日本", "a.b-c@d", "x" * 256, "f:0"]
+)
 def test_every_name_that_a_tool_may_have_is_found_in_a_call(written, name):
     text = CALLS[written][0].replace("add", name)
     tool = CallableTool(name, SCHEMA, True)
@@ -282,7 +305,9 @@ def test_every_name_that_a_tool_may_have_is_found_in_a_call(written, name):
     parts = [part for letter in text for part in parser.push(letter)]
     parts += parser.push("", is_end=True)
     calls = merged_calls([part for part in parts if isinstance(part, ToolCall)])
-    assert [(one.name, json.loads(one.arguments)) for one in calls] == [(name, {"a": 1})]
+    assert [(one.name, json.loads(one.arguments)) for one in calls] == [
+        (name, {"a": 1})
+    ]
 
 
 @pytest.mark.parametrize("is_strict", [True, False])
@@ -299,30 +324,49 @@ def test_unique_items_are_left_out_of_schemas(is_strict):
     }
     text = '{"tags": [1, 1], "uniqueItems": {"uniqueItems": true}}'
     assert Judge(checked_grammar(StructuredOutputsParams(json=schema))).passes(text)
-    rules = CallRules((CallableTool("add", schema, is_strict),), True, is_parallel=False)
+    rules = CallRules(
+        (CallableTool("add", schema, is_strict),), True, is_parallel=False
+    )
     judge = Judge(checked_grammar(form_of_calls(rules, call_format("hermes"))))
-    assert judge.passes(f'<tool_call>\n{{"name": "add", "arguments": {text}}}\n</tool_call>')
+    assert judge.passes(
+        f'<tool_call>\n{{"name": "add", "arguments": {text}}}\n</tool_call>'
+    )
     wrong = text.replace("1, 1", '"1"')
-    assert not judge.passes(f'<tool_call>\n{{"name": "add", "arguments": {wrong}}}\n</tool_call>')
+    assert not judge.passes(
+        f'<tool_call>\n{{"name": "add", "arguments": {wrong}}}\n</tool_call>'
+    )
 
 
 def test_texts_choices_and_optional_arguments_have_a_place_in_the_grammars():
     schema = {
         "type": "object",
-        "properties": {"why": {"type": "string"}, "unit": {"enum": ["C", "F"]}, "n": {}},
+        "properties": {
+            "why": {"type": "string"},
+            "unit": {"enum": ["C", "F"]},
+            "n": {},
+        },
         "required": ["unit"],
     }
     rules = CallRules((CallableTool("add", schema, False),), True, is_parallel=False)
     judge = Judge(checked_grammar(form_of_calls(rules, call_format("glm45"))))
     unit = "<arg_key>unit</arg_key>\n<arg_value>C</arg_value>\n"
     why = "<arg_key>why</arg_key>\n<arg_value>a <b>\nc</arg_value>\n"
-    for arguments, passes in ((unit, True), (unit + why, True), (why, False), ("", False)):
+    for arguments, passes in (
+        (unit, True),
+        (unit + why, True),
+        (why, False),
+        ("", False),
+    ):
         assert judge.passes(f"<tool_call>add\n{arguments}</tool_call>") is passes
 
 
 @served(script=token_by_token, chat_template=QWEN)
 async def test_a_form_of_json_beside_tools_lets_calls_pass_too(bench, engine):
-    schema = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    schema = {
+        "type": "object",
+        "properties": {"x": {"type": "integer"}},
+        "required": ["x"],
+    }
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     assert (await bench.post({**BODY, "response_format": form}, PATH)).status == 200
     judge = Judge(checked_grammar(engine.streams[0].params.structured_outputs))
@@ -355,7 +399,10 @@ async def test_a_demand_that_cannot_be_kept_is_refused_by_name(bench, engine):
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
 def test_a_schema_that_cannot_be_kept_names_its_tool(choice):
-    bad = {"type": "object", "properties": {"a": {"type": "string", "format": "no-such"}}}
+    bad = {
+        "type": "object",
+        "properties": {"a": {"type": "string", "format": "no-such"}},
+    }
     functions = [{"name": "f"}, {"name": "g", "parameters": bad, "strict": True}]
     tools = [{"type": "function", "function": function} for function in functions]
     body = {**BODY, "tools": [{"type": "web_search"}, *tools], "tool_choice": choice}
@@ -366,4 +413,7 @@ def test_a_schema_that_cannot_be_kept_names_its_tool(choice):
     with pytest.raises(RequestError) as caught, blaming(parsed.sent):
         checked_grammar(wanted)
     assert caught.value.param == "tools[2]"
-    assert caught.value.message == "the JSON schema cannot be enforced: Unknown format: no-such"
+    assert (
+        caught.value.message
+        == "the JSON schema cannot be enforced: Unknown format: no-such"
+    )

@@ -21,7 +21,8 @@ from tests.support.async_tests import on_a_loop
 WAIT_S = 20.0
 
 
-_others: set[psutil.Process] = set()  # children that other tests have left for later ones
+# Children that other tests have left for later ones.
+_others: set[psutil.Process] = set()
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +38,9 @@ def spawned() -> list[psutil.Process]:
 
 @asynccontextmanager
 async def a_worker() -> AsyncIterator[Worker[str, object]]:
-    made = Worker[str, object]("tests.support.worker_jobs", (), msgspec.msgpack.Decoder(object))
+    made = Worker[str, object](
+        "tests.support.worker_jobs", (), msgspec.msgpack.Decoder(object)
+    )
     try:
         async with asyncio.timeout(WAIT_S * 2):
             yield made
@@ -97,7 +100,9 @@ async def test_clients_take_turns_so_that_one_with_many_jobs_holds_up_no_other()
     await lane.turns.acquire("greedy")
     waiting = [asyncio.create_task(take_a_turn("greedy")) for _ in range(4)]
     await asyncio.sleep(0)
-    waiting += [asyncio.create_task(take_a_turn(client)) for client in ("one", "other", "one")]
+    waiting += [
+        asyncio.create_task(take_a_turn(client)) for client in ("one", "other", "one")
+    ]
     await asyncio.sleep(0)
     waiting.pop(1).cancel()  # its client leaves
     for _ in range(2):
@@ -171,7 +176,9 @@ async def test_the_loss_of_a_job_is_one_refusal_and_that_of_an_idle_process_is_n
 
 
 @on_a_loop
-async def test_a_process_that_hangs_is_replaced_even_if_its_clients_leave_sooner(monkeypatch):
+async def test_a_process_that_hangs_is_replaced_even_if_its_clients_leave_sooner(
+    monkeypatch,
+):
     async with a_worker() as made:
         await made.run("hello", wide())
         (process,) = spawned()
@@ -188,7 +195,9 @@ async def test_a_process_that_hangs_is_replaced_even_if_its_clients_leave_sooner
 
 def bomb(number: int) -> StructuredOutputsParams:
     """A form of a kilobyte whose check would take many gigabytes."""
-    patterns = [{"type": "string", "pattern": f".*{chr(97 + i)}.*"} for i in range(number)]
+    patterns = [
+        {"type": "string", "pattern": f".*{chr(97 + i)}.*"} for i in range(number)
+    ]
     return StructuredOutputsParams(json={"allOf": patterns})
 
 
@@ -196,7 +205,9 @@ def bomb(number: int) -> StructuredOutputsParams:
 async def test_a_hostile_form_is_refused_and_others_do_not_wait_for_it():
     forms = Forms()
     try:
-        hostile = [asyncio.create_task(forms.grammar_of(bomb(20 + i))) for i in range(3)]
+        hostile = [
+            asyncio.create_task(forms.grammar_of(bomb(20 + i))) for i in range(3)
+        ]
         for number in range(5):
             form = StructuredOutputsParams(regex=f"[ab]{{{number + 1}}}")
             assert "ab" in await forms.grammar_of(form)
@@ -215,7 +226,9 @@ async def test_the_largest_forms_pass_and_a_hostile_one_costs_less_than_a_second
     try:
         fields = {f"field_{number}": {"type": "string"} for number in range(2200)}
         schema = {"type": "object", "properties": fields}
-        assert "field_2199" in await forms.grammar_of(StructuredOutputsParams(json=schema))
+        assert "field_2199" in await forms.grammar_of(
+            StructuredOutputsParams(json=schema)
+        )
         (process,) = spawned()
         before = process.cpu_times()
         with pytest.raises(RequestError, match="too much work"):

@@ -50,11 +50,15 @@ def test_a_mistake_is_one_line(words, hint, capsys):
 
 
 @pytest.mark.parametrize("words", [["decode", "--model", "/gone"], ["status", "/gone"]])
-def test_a_misspelt_variable_is_one_line_before_anything_else(words, capsys, monkeypatch):
+def test_a_misspelt_variable_is_one_line_before_anything_else(
+    words, capsys, monkeypatch
+):
     monkeypatch.setenv("BATON_ENGINE_THREAD", "2")
     assert main(words) == 2
     warning, _ = said(capsys)
-    assert warning.startswith("baton: warning: the variable BATON_ENGINE_THREAD is ignored")
+    assert warning.startswith(
+        "baton: warning: the variable BATON_ENGINE_THREAD is ignored"
+    )
     assert warning.endswith("did you mean BATON_ENGINE_THREADS?")
 
 
@@ -75,11 +79,19 @@ def test_a_port_that_is_taken_is_named(capsys):
 
 def test_a_working_directory_that_was_removed_is_one_line(tmp_path):
     folder = tmp_path / "removed"
-    script = f"mkdir {folder} && cd {folder} && rmdir {folder} && exec $0 -m baton serve"
-    ended = subprocess.run(
-        ["sh", "-c", script, sys.executable], capture_output=True, text=True, check=False
+    script = (
+        f"mkdir {folder} && cd {folder} && rmdir {folder} && exec $0 -m baton serve"
     )
-    assert ended.stderr == "baton: the working directory was removed: change to another one\n"
+    ended = subprocess.run(
+        ["sh", "-c", script, sys.executable],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (
+        ended.stderr
+        == "baton: the working directory was removed: change to another one\n"
+    )
     assert ended.returncode == 2
 
 

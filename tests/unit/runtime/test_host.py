@@ -15,7 +15,9 @@ from baton.runtime.clock import Standstill
 from baton.runtime.host import devices_for, gpus_of, nodes_on_gpu, threads_per_rank
 
 
-def test_ranks_share_the_cpus_of_a_process_and_the_quota_of_its_container(monkeypatch, tmp_path):
+def test_ranks_share_the_cpus_of_a_process_and_the_quota_of_its_container(
+    monkeypatch, tmp_path
+):
     # A process may be kept to CPUs of any numbers.
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(3, 19)))
     monkeypatch.setattr(host, "CGROUP", tmp_path)
@@ -87,7 +89,10 @@ def rdma(tmp_path):
 
 @pytest.mark.parametrize("bind", ["tcp://127.0.0.1", "tcp://0.0.0.0"])
 def test_a_cluster_on_one_host_opens_nothing(bind, rdma):
-    assert devices_for(NodeConfig(routers=("tcp://localhost:5570",), bind=bind), rdma) == ""
+    assert (
+        devices_for(NodeConfig(routers=("tcp://localhost:5570",), bind=bind), rdma)
+        == ""
+    )
 
 
 def test_an_address_of_this_host_brings_its_interface_and_the_rdma_ports_that_are_up(
@@ -119,7 +124,8 @@ def test_an_address_is_read(text, endpoint, is_loopback):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "tcp://:80", "tcp://a:b", "tcp://a:70000", "ipc://", "http://a:1", "a:1"]
+    "text",
+    ["", "tcp://:80", "tcp://a:b", "tcp://a:70000", "ipc://", "http://a:1", "a:1"],
 )
 def test_what_is_no_address_is_refused(text):
     with pytest.raises(ConfigError, match="write tcp://host:port or ipc:///path"):
@@ -136,7 +142,14 @@ def test_a_standstill_begins_anew_with_each_change():
     now_s = 0.0
     standstill = Standstill(5.0, lambda: now_s)
     found = []
-    for now_s, state in ((1, "a"), (5, "a"), (6.5, "a"), (7, "b"), (12, "b"), (12.5, "b")):
+    for now_s, state in (
+        (1, "a"),
+        (5, "a"),
+        (6.5, "a"),
+        (7, "b"),
+        (12, "b"),
+        (12.5, "b"),
+    ):
         found.append((now_s, standstill.lasts(state)))
     assert [at_s for at_s, lasts in found if lasts] == [6.5, 12.5]
     now_s = 0.0

@@ -35,7 +35,9 @@ def test_a_line_names_its_process_and_its_fields():
 def test_a_field_cannot_forge_a_line():
     stream = io.StringIO()
     setup(LogConfig(), "router", stream)
-    logger("node").warning("odd\nmessage", client="x\n12:00:00.000 ERROR router: forged")
+    logger("node").warning(
+        "odd\nmessage", client="x\n12:00:00.000 ERROR router: forged"
+    )
     assert len(stream.getvalue().splitlines()) == 1
 
 
@@ -71,7 +73,11 @@ def test_with_json_every_line_of_a_process_is_json():
         "an unexpected error ended a thread",
         "an unexpected error ends the process",
     ]
-    assert [line["process"] for line in lines[2:5]] == ["router", "decode-0", "decode-0"]
+    assert [line["process"] for line in lines[2:5]] == [
+        "router",
+        "decode-0",
+        "decode-0",
+    ]
     assert "ZeroDivisionError" in lines[-2]["traceback"]
     assert "ValueError: the end" in lines[-1]["traceback"]
     assert done.returncode == 1
@@ -96,7 +102,9 @@ def test_a_ring_keeps_the_latest_events(tmp_path):
         ring.record(float(number), Load(number), rank=number)
         assert not ring.is_turn_empty
     assert ring.dump(tmp_path / "events") == len(ring) == 2
-    lines = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "events").read_text().splitlines()
+    ]
     assert [(line["turn"], line["now_s"], line["rank"]) for line in lines] == [
         (3, 2.0, 2),
         (4, 3.0, 3),
@@ -137,4 +145,8 @@ def test_a_ring_keeps_no_log_probabilities(tmp_path):
     ring.record(0.0, StepResult(1, ((7,),), 0.0, 1.0, (), scores, ((0, b"12345678"),)))
     ring.dump(tmp_path / "events")
     event = json.loads((tmp_path / "events").read_text())["event"]
-    assert (event["tokens"], event["logprobs"], event["prompt_logprobs"]) == ([[7]], [], [])
+    assert (event["tokens"], event["logprobs"], event["prompt_logprobs"]) == (
+        [[7]],
+        [],
+        [],
+    )

@@ -48,9 +48,19 @@ def write(folder: Path, text: str) -> str:
 
 def test_later_sources_win(tmp_path):
     file = write(tmp_path, "router: {port: 1, host: a, max_queued: 5}\n")
-    variables = {"BATON_ROUTER_PORT": "2", "BATON_ROUTER_HOST": "b", "BATON_DECODE": "4"}
-    config = load(SERVE, ["--config", file, "--port", "9", "--set", "router.port=3"], variables)
-    assert (config.router.port, config.router.host, config.router.max_queued) == (3, "b", 5)
+    variables = {
+        "BATON_ROUTER_PORT": "2",
+        "BATON_ROUTER_HOST": "b",
+        "BATON_DECODE": "4",
+    }
+    config = load(
+        SERVE, ["--config", file, "--port", "9", "--set", "router.port=3"], variables
+    )
+    assert (config.router.port, config.router.host, config.router.max_queued) == (
+        3,
+        "b",
+        5,
+    )
     assert config.decode == 4
     with pytest.raises(ConfigError, match="BATON_ROUTER_PORT cannot be 'http'"):
         load(SERVE, [], {"BATON_ROUTER_PORT": "http"})
@@ -78,8 +88,18 @@ def test_text_files_are_read_as_utf_8_in_every_locale(tmp_path):
     write_tokenizer(folder)
     (folder / "chat_template.jinja").write_text("<\uff5cUser\uff5c>", encoding="utf-8")
     (tmp_path / "keys").write_text("# \u00e9\n", encoding="utf-8")
-    (tmp_path / "cluster.yaml").write_text("model: {served_model_name: \u00e9}", encoding="utf-8")
-    command = [sys.executable, "-X", "warn_default_encoding", "-W", "error", "-c", READ_ALL]
+    (tmp_path / "cluster.yaml").write_text(
+        "model: {served_model_name: \u00e9}", encoding="utf-8"
+    )
+    command = [
+        sys.executable,
+        "-X",
+        "warn_default_encoding",
+        "-W",
+        "error",
+        "-c",
+        READ_ALL,
+    ]
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = subprocess.run(
         [*command, str(tmp_path)],
@@ -148,7 +168,12 @@ def test_the_sample_of_settings_can_be_loaded():
             ("tcp://a:1", "tcp://b:2"),
         ),
         (["--set", "transfer.device=a=b"], "transfer", "device", "a=b"),
-        (["/models/tiny", "--served-model-name", "tiny"], "model", "served_model_name", "tiny"),
+        (
+            ["/models/tiny", "--served-model-name", "tiny"],
+            "model",
+            "served_model_name",
+            "tiny",
+        ),
         (["--enable-prefix-caching"], "cache", "enable_prefix_caching", True),
         (
             ["--served-model-name", "a", "--served-model-name", "b,c"],
@@ -171,14 +196,20 @@ def test_words_become_values(words, section, field, value):
         (["--blok-size", "8"], "unknown flag --blok-size; did you mean --block-size?"),
         (["--set", "cache.block_sise=8"], "did you mean cache.block_size?"),
         (["--set", "cache.block_size"], "write it as section.field=value"),
-        (["--port", "many"], "setting router.port cannot be 'many': expected a whole number"),
+        (
+            ["--port", "many"],
+            "setting router.port cannot be 'many': expected a whole number",
+        ),
         (["--dtype", "fp7"], "choose one of auto, float32, bfloat16"),
         (["--dtype", "half"], "baton computes in bfloat16 and float32"),
         (["--max-model-len", "1.0001k"], "expected a whole number"),
         (["--quantization", "awq"], "the model's folder says how it is quantized"),
         (["--data-parallel-size=2"], "use --prefill N and --decode N"),
         (["folder", "stray"], "does not take 'stray'"),
-        (["--prefill", "0", "--local-prefill", "never"], "no node could compute a prompt"),
+        (
+            ["--prefill", "0", "--local-prefill", "never"],
+            "no node could compute a prompt",
+        ),
         (["--set", "node.routers="], "name the router's control endpoint"),
         (["--api-key", " \n"], "has an empty key"),
         (["--set", "router.api_keys= "], "has an empty key"),
@@ -195,7 +226,8 @@ def test_what_is_said_instead_of_flags_of_other_servers_names_flags_that_exist()
     known = {flag for field in fields_of(ClusterConfig) for flag in flags_of(field)}
     assert not known & FOREIGN_FLAGS.keys()
     for text in (*FOREIGN_FLAGS.values(), *FOREIGN_VALUES.values()):
-        named = set(re.findall(r"--[a-z-]+", text)) - {"--revision"}  # of another command
+        # Of another command.
+        named = set(re.findall(r"--[a-z-]+", text)) - {"--revision"}
         assert named <= known
 
 
@@ -205,7 +237,10 @@ def test_what_is_said_instead_of_flags_of_other_servers_names_flags_that_exist()
         ("cash: {}", "did you mean cache?"),
         ("cache: {block_sise: 8}", "did you mean cache.block_size?"),
         ("cache: 8", "cache is a section"),
-        ("router: {port: '8'}", "setting router.port cannot be '8': expected a whole number"),
+        (
+            "router: {port: '8'}",
+            "setting router.port cannot be '8': expected a whole number",
+        ),
         ("- 1", "expected settings"),
         ("a: [", "not valid YAML"),
         ("prefill: !!python/object/apply:os.getpid []", "not valid YAML"),
@@ -220,7 +255,9 @@ def test_a_mistake_in_a_file_is_named(text, said, tmp_path):
 
 def test_settings_survive_a_file(tmp_path):
     node = NodeConfig(routers=("ipc:///a b", "tcp://c:1"), id="yes")
-    config = ClusterConfig(prefill=3, node=node, cache=CacheConfig(gpu_memory_utilization=0.5))
+    config = ClusterConfig(
+        prefill=3, node=node, cache=CacheConfig(gpu_memory_utilization=0.5)
+    )
     assert load(SERVE, ["--config", write(tmp_path, to_yaml(config))]) == config
 
 
@@ -259,9 +296,16 @@ def test_a_model_may_be_text_a_path_a_section_or_a_struct(tmp_path):
     forms: list[Model] = [str(tmp_path), tmp_path, {"path": str(tmp_path)}]
     forms.append(ModelConfig(path=str(tmp_path)))
     for form in forms:
-        assert made(form).model == ModelConfig(path=str(tmp_path), served_model_name=tmp_path.name)
-    assert made({"path": str(tmp_path), "max_model_len": 9}, dtype="float32").model == ModelConfig(
-        path=str(tmp_path), served_model_name=tmp_path.name, max_model_len=9, dtype="float32"
+        assert made(form).model == ModelConfig(
+            path=str(tmp_path), served_model_name=tmp_path.name
+        )
+    assert made(
+        {"path": str(tmp_path), "max_model_len": 9}, dtype="float32"
+    ).model == ModelConfig(
+        path=str(tmp_path),
+        served_model_name=tmp_path.name,
+        max_model_len=9,
+        dtype="float32",
     )
 
 

@@ -36,11 +36,17 @@ def test_training_never_shows_a_name_a_number_or_a_sum_that_is_held_out(tokenize
     sums = re.findall(r"What is (\d+) \+ (\d+)\?", seen)
     assert len(facts) > 1000
     assert len(sums) > 500
-    assert not [fact for fact in facts if any(vocabulary.is_held_out(word) for word in fact)]
-    assert not [pair for pair in sums if text.is_held_out_sum(int(pair[0]), int(pair[1]))]
+    assert not [
+        fact for fact in facts if any(vocabulary.is_held_out(word) for word in fact)
+    ]
+    assert not [
+        pair for pair in sums if text.is_held_out_sum(int(pair[0]), int(pair[1]))
+    ]
 
 
-LESSONS = Stage(64, 8, 24, {"recall": 0.5, "echo": 0.25, "exercise": 0.25}, short_share=0.1)
+LESSONS = Stage(
+    64, 8, 24, {"recall": 0.5, "echo": 0.25, "exercise": 0.25}, short_share=0.1
+)
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +72,9 @@ def test_a_few_steps_lower_the_loss_and_the_folder_loads(tmp_path):
 def test_its_chat_template_and_ids_are_what_everybody_reads():
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
     turns = [{"role": "user", "content": "Hi"}]
-    rendered = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    rendered = tokenizer.apply_chat_template(
+        turns, add_generation_prompt=True, tokenize=False
+    )
     assert rendered == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     text = Text.load(str(CHECKPOINT))
     ids = text.encode_now(rendered)

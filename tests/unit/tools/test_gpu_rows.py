@@ -35,7 +35,8 @@ def test_a_rate_counts_work_over_the_median():
     work = Work(num_bytes=4e9, num_flops=causal_flops(4096, 32 * 128))
     row = row_of(Measured("p", "TFLOP/s", work, timing), H200)
     assert row.value == pytest.approx(68.7, rel=0.01)
-    assert row.low == pytest.approx(34.4, rel=0.01)  # the longest time is the least rate
+    # The longest time is the least rate.
+    assert row.low == pytest.approx(34.4, rel=0.01)
     assert row.high == pytest.approx(137.4, rel=0.01)
     assert row.floor_share == pytest.approx(4e9 / 4.3e12 / 2e-3)
     assert row.host_us == pytest.approx(30)
@@ -59,7 +60,9 @@ NOTHING_WRONG: tuple[Event, ...] = (
         (Unreached("h"), "cut short", "no time for 1 of its cases: h"),
     ],
 )
-def test_a_report_passes_when_everything_was_reached_and_nothing_failed(event, state, reason):
+def test_a_report_passes_when_everything_was_reached_and_nothing_failed(
+    event, state, reason
+):
     report = GpuReport(collect(["gpu"]))
     section = Section("kernels", "Kernel speed", 10.0, 5.0, "complete")
     report.sections = [section]
@@ -82,7 +85,12 @@ def test_sections_share_what_is_left_of_the_time():
 def test_events_make_the_section_and_a_cut_line_is_left_out(tmp_path):
     events: list[Event] = [
         H200,
-        Measured("prefill attention 4k", "TFLOP/s", Work(0, 1e12), Timing(2e-3, 1e-3, 3e-3, 5)),
+        Measured(
+            "prefill attention 4k",
+            "TFLOP/s",
+            Work(0, 1e12),
+            Timing(2e-3, 1e-3, 3e-3, 5),
+        ),
         Check("bits", True, "equal"),
         Note("warm"),
     ]
@@ -120,19 +128,31 @@ def test_last_lines_say_pass_fail_or_values():
         report,
         section,
         [
-            Check("a replayed step has the bits of the eager step of its bucket, x", True, "equal"),
+            Check(
+                "a replayed step has the bits of the eager step of its bucket, x",
+                True,
+                "equal",
+            ),
             Check("ordered attention: decode = prefill, 8B", False, "differ"),
             Check("rows keep their bits: library, qkv", False, "no", required=False),
             Check("rows keep their bits: fixed order, qkv", True, "yes"),
-            Check("lane nixl, two processes on one GPU", None, "no NIXL wheel is installed"),
-            Measured("Qwen3-8B decode b1 ctx 1k", "ms", timing=Timing(5e-3, 4e-3, 6e-3, 5)),
+            Check(
+                "lane nixl, two processes on one GPU",
+                None,
+                "no NIXL wheel is installed",
+            ),
+            Measured(
+                "Qwen3-8B decode b1 ctx 1k", "ms", timing=Timing(5e-3, 4e-3, 6e-3, 5)
+            ),
             Measured("capture of Qwen3-8B, time", "s", value=4.25),
         ],
     )
     said = dict(line.split(": ", 1) for line in last_lines(report))
     assert said["graph = eager"] == "PASS equal"
     assert said["bits in any batch and chunking"].startswith("FAIL (ordered attention")
-    assert said["invariance per weight shape"].startswith("1 of 2 hold, not rows keep their bits")
+    assert said["invariance per weight shape"].startswith(
+        "1 of 2 hold, not rows keep their bits"
+    )
     assert said["lane"] == "not tried (no NIXL wheel is installed)"
     assert said["decode ms, served by the loop"] == "Qwen3-8B decode b1 ctx 1k 5 ms"
     assert said["capture"] == "capture of Qwen3-8B, time 4.25 s"

@@ -65,7 +65,9 @@ def ran(tmp_path_factory):
     logs = "\n".join(path.read_text()[-2000:] for path in sorted(folder.glob("*.log")))
     assert (folder / "report.json").exists(), done.stdout + done.stderr
     report = msgspec.json.decode((folder / "report.json").read_bytes(), type=GpuReport)
-    reasons = {section.name: section.reason for section in report.sections if section.reason}
+    reasons = {
+        section.name: section.reason for section in report.sections if section.reason
+    }
     assert reasons == {}, f"{reasons}\n{logs}"
     return Run(done.stdout.splitlines(), report)
 
@@ -75,7 +77,9 @@ def test_every_section_ran_and_every_case_could_be_called(ran):
         name for name, _, _ in gpu.SECTIONS
     ]
     assert [row for row in ran.rows() if row.error] == []
-    assert [note for s in ran.report.sections for note in s.notes if "no time" in note] == []
+    assert [
+        note for s in ran.report.sections for note in s.notes if "no time" in note
+    ] == []
     assert len(ran.rows()) > 25
 
 
@@ -89,7 +93,9 @@ def test_the_last_lines_say_something_of_every_claim(ran):
     last = dict(line.split(": ", 1) for line in ran.lines[-len(CLAIMS) :])
     assert list(last) == [claim.title for claim in CLAIMS]
     # Interpreted kernels have no registers.
-    assert {title for title, said in last.items() if said.startswith("not tried")} == {"spills"}
+    assert {title for title, said in last.items() if said.startswith("not tried")} == {
+        "spills"
+    }
     assert last["split tokens = aggregated"].startswith("PASS")
     assert last["graph = eager"].startswith("PASS")
     assert "tiny decode b3 ctx 20" in last["decode ms, served by the loop"]
@@ -118,7 +124,12 @@ def events_of(plan: SplitPlan, folder: Path, left_s: float = 90.0) -> list[Event
 def test_an_arm_that_is_not_served_is_a_failed_check(tmp_path):
     """A pool for which there is no room."""
     plan = SplitPlan(
-        shape=SMALL.shape, device="cpu", prompts=(40,), memory_mib=1 << 24, warm_ups=0, rounds=1
+        shape=SMALL.shape,
+        device="cpu",
+        prompts=(40,),
+        memory_mib=1 << 24,
+        warm_ups=0,
+        rounds=1,
     )
     checks = [event for event in events_of(plan, tmp_path) if isinstance(event, Check)]
     assert [check.passed for check in checks] == [False, False]
@@ -135,6 +146,8 @@ def test_a_section_that_fails_is_reported_and_the_next_one_runs(tmp_path, capsys
         assert section.state == "failed"
         assert "no CUDA device" in section.reason
     assert not report.has_passed
-    written = msgspec.json.decode((tmp_path / "report.json").read_bytes(), type=GpuReport)
+    written = msgspec.json.decode(
+        (tmp_path / "report.json").read_bytes(), type=GpuReport
+    )
     assert written == report
     assert capsys.readouterr().out.count("**failed**") == 2

@@ -15,8 +15,12 @@ from tools.release import VERSION_FILE, problems_of, steps_of, write_version
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     (tmp_path / "protocol").mkdir()
-    (tmp_path / VERSION_FILE).write_text('"""Room."""\n\nVERSION = "0.1.0"  # of this release\n')
-    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## 0.2.0 (unreleased)\n\n- More.\n")
+    (tmp_path / VERSION_FILE).write_text(
+        '"""Room."""\n\nVERSION = "0.1.0"  # of this release\n'
+    )
+    (tmp_path / "CHANGELOG.md").write_text(
+        "# Changelog\n\n## 0.2.0 (unreleased)\n\n- More.\n"
+    )
     git(tmp_path, "init", "--quiet")
     commit(tmp_path)
     return tmp_path
@@ -46,7 +50,9 @@ def test_a_checkout_that_is_ready_has_no_problems(checkout):
 
 def test_the_version_and_the_date_are_written(checkout):
     write_version(checkout, "0.2.0", date(2026, 12, 24))
-    assert 'VERSION = "0.2.0"  # of this release' in (checkout / VERSION_FILE).read_text()
+    assert (
+        'VERSION = "0.2.0"  # of this release' in (checkout / VERSION_FILE).read_text()
+    )
     assert "## 0.2.0 - 2026-12-24" in (checkout / "CHANGELOG.md").read_text()
 
 
@@ -57,6 +63,10 @@ def test_a_build_that_fails_leaves_no_commit_and_no_tag():
 
 
 def test_the_files_that_a_release_changes_are_as_it_expects():
-    assert f'VERSION = "{VERSION}"' in (REPOSITORY / VERSION_FILE).read_text(encoding="utf-8")
+    assert f'VERSION = "{VERSION}"' in (REPOSITORY / VERSION_FILE).read_text(
+        encoding="utf-8"
+    )
     changelog = (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8")
-    assert re.search(rf"^## {re.escape(VERSION)} (\(unreleased\)|- \d{{4}}-)", changelog, re.M)
+    assert re.search(
+        rf"^## {re.escape(VERSION)} (\(unreleased\)|- \d{{4}}-)", changelog, re.M
+    )

@@ -20,7 +20,9 @@ from tools.peers.arms import KINDS, Arm, ArmSite, commands, parse_arm
 
 TINY = Shape("tiny", 64, 96, 2, 4, 2, 32, 300, is_tied=False)
 CPU = torch.device("cpu")
-PLACE = ArmSite(Path("/models/m"), (9000, 9001, 9002, 9003, 9004, 9005), Path("/run/x"), Path("/p"))
+PLACE = ArmSite(
+    Path("/models/m"), (9000, 9001, 9002, 9003, 9004, 9005), Path("/run/x"), Path("/p")
+)
 
 
 def test_the_folder_has_the_shape_that_was_asked_for(tmp_path):
@@ -30,7 +32,11 @@ def test_the_folder_has_the_shape_that_was_asked_for(tmp_path):
     assert (config.family, config.num_layers, config.head_dim) == ("qwen3", 2, 32)
     assert (config.vocab_size, config.eos_token_ids) == (300, (random_model.END_ID,))
     decoder = load_decoder(
-        config, Checkpoint(folder), SingleRank(), RankDevice(torch.bfloat16, CPU), no_progress
+        config,
+        Checkpoint(folder),
+        SingleRank(),
+        RankDevice(torch.bfloat16, CPU),
+        no_progress,
     )
     values = sum(
         layer.qkv.weight.numel()
@@ -45,12 +51,16 @@ def test_the_folder_has_the_shape_that_was_asked_for(tmp_path):
 def test_a_folder_in_four_bits_is_close_to_the_one_that_it_was(tmp_path):
     folder = tmp_path / "model"
     found = []
-    random_model.write_model(folder, Shape("", 128, 128, 1, 4, 2, 32, 300, is_tied=True), CPU)
+    random_model.write_model(
+        folder, Shape("", 128, 128, 1, 4, 2, 32, 300, is_tied=True), CPU
+    )
     for change in (lambda _: None, random_model.in_four_bits):
         change(folder)
         config = read_decoder_config(folder)
         place = RankDevice(torch.float32, CPU)
-        decoder = load_decoder(config, Checkpoint(folder), SingleRank(), place, no_progress)
+        decoder = load_decoder(
+            config, Checkpoint(folder), SingleRank(), place, no_progress
+        )
         found.append(decoder.layers[0].output(torch.eye(128)))
     assert 0 < (found[0] - found[1]).abs().max() < found[0].abs().max() / 14
 
@@ -98,6 +108,6 @@ def test_the_last_process_of_an_arm_answers_at_its_url(kind):
     assert len({command.name for command in listed}) == len(listed)
     for command in listed:
         assert "0.0.0.0" not in " ".join(command.argv)
-        assert any(word == "/models/m" or word.endswith("=/models/m") for word in command.argv) or (
-            command.name.endswith("router")
-        )
+        assert any(
+            word == "/models/m" or word.endswith("=/models/m") for word in command.argv
+        ) or (command.name.endswith("router"))

@@ -112,12 +112,16 @@ class Driven:
 
 
 def add(peer: PeerRank) -> AddPeer:
-    return AddPeer(peer, "scripted", RankAddress({"scripted": b"there"}), 100, 100, WHOLE)
+    return AddPeer(
+        peer, "scripted", RankAddress({"scripted": b"there"}), 100, 100, WHOLE
+    )
 
 
 def read(ticket: int, num_blocks: int, peer: PeerRank = A) -> Read:
     remote = tuple(range(num_blocks))
-    return Read(ticket, peer, remote, tuple(50 + block for block in remote), (0,) * num_blocks)
+    return Read(
+        ticket, peer, remote, tuple(50 + block for block in remote), (0,) * num_blocks
+    )
 
 
 def ended(events: list[AgentEvent]) -> ReadEnded:
@@ -176,7 +180,9 @@ def test_a_cancelled_read_posts_no_further_chunk_and_says_what_landed():
 
 
 @pytest.mark.parametrize("cancels", [True, False])
-def test_a_read_that_stays_in_flight_fails_and_is_quiesced_only_if_it_was_cancelled(cancels):
+def test_a_read_that_stays_in_flight_fails_and_is_quiesced_only_if_it_was_cancelled(
+    cancels,
+):
     driven = Driven(A)
     driven.transport.cancels = cancels
     driven.turns.handle(read(1, 4))
@@ -201,7 +207,11 @@ def test_a_failed_chunk_fails_the_read_and_cancels_the_other():
     driven.settle()
     driven.transport.failed = {1}
     got = ended(driven.settle())
-    assert (got.num_bytes, got.quiesced, got.failure and got.failure.message) == (0, True, "failed")
+    assert (got.num_bytes, got.quiesced, got.failure and got.failure.message) == (
+        0,
+        True,
+        "failed",
+    )
     assert len(driven.transport.posted) == 2
 
 
@@ -257,7 +267,10 @@ def test_only_what_has_no_descriptor_is_polled():
 
 
 def test_the_agent_of_a_gpu_sums_slices_of_its_pool_on_its_own_thread():
-    with closing(HostPool(4, 4096)) as memory, closing(device_pool(memory, num_spare=1)) as pool:
+    with (
+        closing(HostPool(4, 4096)) as memory,
+        closing(device_pool(memory, num_spare=1)) as pool,
+    ):
         memory.buffer[:] = bytes(range(256)) * 64
         memory.buffer[9000] = 77
         config = TransferConfig(transport="cuda_ipc", verify_kv=True)

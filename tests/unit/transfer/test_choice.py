@@ -47,7 +47,9 @@ def both(host: str) -> RankAddress:
         (both("a"), SHM, "nixl", (), "is nixl, but prefill offers"),
     ],
 )
-def test_two_ranks_take_the_first_transport_that_both_have(prefill, decode, setting, failed, found):
+def test_two_ranks_take_the_first_transport_that_both_have(
+    prefill, decode, setting, failed, found
+):
     if found in ("shm", "nixl"):
         assert choose_transport(prefill, decode, setting, failed) == found
     else:
@@ -58,10 +60,14 @@ def test_two_ranks_take_the_first_transport_that_both_have(prefill, decode, sett
 def test_one_kernel_with_two_network_namespaces_is_two_hosts():
     there = ShmAddress("a", "socket", b"n" * 16, Epoch("e"), network="4026532000")
     elsewhere = msgspec.structs.replace(there, network="4026532999")
-    ends = [RankAddress({"shm": one.encode(), "nixl": b"agent"}) for one in (there, elsewhere)]
+    ends = [
+        RankAddress({"shm": one.encode(), "nixl": b"agent"})
+        for one in (there, elsewhere)
+    ]
     assert choose_transport(ends[0], ends[0], "auto") == "shm"
     assert choose_transport(ends[0], ends[1], "auto") == "nixl"
-    assert choose_transport(ends[0], both("a"), "auto") == "shm"  # an older node does not say
+    # An older node does not say.
+    assert choose_transport(ends[0], both("a"), "auto") == "shm"
 
 
 def test_a_node_publishes_how_its_pool_can_be_reached():
@@ -83,8 +89,12 @@ def test_a_node_publishes_how_its_pool_can_be_reached():
     ],
 )
 def test_two_nodes_know_beforehand_whether_blocks_can_travel(prefill, decode, problem):
-    found = pair_problem(node("p", "prefill", reaches=prefill), node("d", "decode", reaches=decode))
-    assert (found is None) if problem is None else (found is not None and problem in found)
+    found = pair_problem(
+        node("p", "prefill", reaches=prefill), node("d", "decode", reaches=decode)
+    )
+    assert (
+        (found is None) if problem is None else (found is not None and problem in found)
+    )
 
 
 def test_a_missing_wheel_is_an_error_that_names_the_extra(monkeypatch):
@@ -137,7 +147,9 @@ def test_a_gpu_lends_its_memory_and_publishes_where_that_can_be_opened():
         where = CudaIpcAddress.decode(only.address())
         assert (where.gpu, where.visible) == (GPU, (GPU,))
         assert where.can_be_read_by(where)
-        found = reaches_of([RankAddress({"cuda_ipc": only.address()})], TransferConfig())
+        found = reaches_of(
+            [RankAddress({"cuda_ipc": only.address()})], TransferConfig()
+        )
         assert found == (f"cuda_ipc@{'/'.join(this_place())}/{process_space()}",)
         only.close()
 
@@ -179,7 +191,10 @@ def test_nixl_starts_beside_cuda_ipc_only_where_a_peer_may_need_it(
     present = replace(NIXL_KIND, make=Nixl, is_installed=lambda: True)
     monkeypatch.setattr(transports, "TRANSPORTS", (CUDA_IPC, present))
     monkeypatch.setattr(transports, "num_gpus", lambda: num_gpus)
-    with closing(HostPool(4, 4096)) as memory, closing(device_pool(memory, num_spare=1)) as pool:
+    with (
+        closing(HostPool(4, 4096)) as memory,
+        closing(device_pool(memory, num_spare=1)) as pool,
+    ):
         made = make_transports(pool, EPOCH, TransferConfig(device=device))
         assert [one.name for one in made] == found
         assert len(started) == len(found) - 1
@@ -187,12 +202,22 @@ def test_nixl_starts_beside_cuda_ipc_only_where_a_peer_may_need_it(
             one.close()
 
 
-@pytest.mark.skipif(not nixl_binding.is_installed(), reason="the NIXL wheel is not installed")
-def test_a_nixl_that_cannot_use_the_gpu_says_what_to_do_and_leaves_the_other_transport(monkeypatch):
+@pytest.mark.skipif(
+    not nixl_binding.is_installed(), reason="the NIXL wheel is not installed"
+)
+def test_a_nixl_that_cannot_use_the_gpu_says_what_to_do_and_leaves_the_other_transport(
+    monkeypatch,
+):
     """UCX finds the memory of a GPU to be the host's, as it does when it is built without CUDA."""
-    for name, value in (("UCX_NET_DEVICES", "lo"), ("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")):
+    for name, value in (
+        ("UCX_NET_DEVICES", "lo"),
+        ("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on"),
+    ):
         monkeypatch.setenv(name, value)  # the binding sets them for the whole process
-    with closing(HostPool(4, 4096)) as memory, closing(device_pool(memory, num_spare=1)) as pool:
+    with (
+        closing(HostPool(4, 4096)) as memory,
+        closing(device_pool(memory, num_spare=1)) as pool,
+    ):
         with pytest.raises(ConfigError, match="cannot use this GPU: install the wheel"):
             make_transports(pool, EPOCH, TransferConfig(transport="nixl"))
         monkeypatch.setattr(transports, "num_gpus", lambda: 2)

@@ -91,15 +91,22 @@ def test_an_abandoned_key_declines_what_still_comes_for_it():
 
 def test_a_landed_key_says_done_again():
     connector = decode()
-    connector.step(1.0, [Expect(key(), P), *heard(PREFILL, offered(), BLOCK_RANGE, END)])
-    assert said(connector.step(2.0, [BeginReceive(key(), 2, ())])) == [Renew((key(),)), Done(key())]
+    connector.step(
+        1.0, [Expect(key(), P), *heard(PREFILL, offered(), BLOCK_RANGE, END)]
+    )
+    assert said(connector.step(2.0, [BeginReceive(key(), 2, ())])) == [
+        Renew((key(),)),
+        Done(key()),
+    ]
     assert said(connector.step(3.0, heard(PREFILL, WITHDRAWN))) == [Done(key())]
 
 
 def test_a_reader_that_renews_what_prefill_has_given_back_is_told_so():
     connector = prefill()
     connector.step(1.0, [WITHDRAWN])
-    step = connector.step(2.0, heard(DECODE, Renew((key(),)), Renew((key(), key("unknown")))))
+    step = connector.step(
+        2.0, heard(DECODE, Renew((key(),)), Renew((key(), key("unknown"))))
+    )
     withdrawn = said(step)
     assert withdrawn[:2] == [WITHDRAWN] * 2
     assert isinstance(withdrawn[2], Withdrawn)
@@ -160,7 +167,11 @@ def test_a_renewal_proves_from_its_sending_once_it_is_confirmed():
     assert lease.limit_s == 30.0, "a source that confirms nothing is given up"
     assert (lease.covers(6.0), lease.may_cover(6.0)) == (False, True)
     assert lease.confirmed()
-    assert (lease.covers(35.0), lease.covers(35.1), lease.limit_s) == (True, False, 35.0)
+    assert (lease.covers(35.0), lease.covers(35.1), lease.limit_s) == (
+        True,
+        False,
+        35.0,
+    )
     assert lease.confirmed()
     assert lease.limit_s == 41.0
     assert not lease.confirmed()
@@ -210,11 +221,17 @@ def test_blocks_that_the_source_does_not_have_are_not_read():
     connector = expecting(offered(), BlockRange(key(), 0, (1, 64), (0, 0)))
     step = connector.step(1.0, [BeginReceive(key(), 0, (20, 21))])
     assert isinstance(step.reports[0], ReceiveEnded)
-    assert not [c for c in step.commands if isinstance(c, ToRank) and isinstance(c.command, Read)]
+    assert not [
+        c
+        for c in step.commands
+        if isinstance(c, ToRank) and isinstance(c.command, Read)
+    ]
 
 
 def test_a_prompt_of_another_length_than_decode_has_is_not_landed():
-    [ended] = expecting(offered()).step(1.0, [BeginReceive(key(), 0, (20, 21, 22))]).reports
+    [ended] = (
+        expecting(offered()).step(1.0, [BeginReceive(key(), 0, (20, 21, 22))]).reports
+    )
     assert isinstance(ended, ReceiveEnded)
 
 
@@ -240,7 +257,9 @@ def ended(ticket: int, *, quiesced: bool = True) -> FromRank:
     return FromRank(0, ReadEnded(ticket, 1.0, 2.0, 64, FAILURE, quiesced))
 
 
-@pytest.mark.parametrize("cause", [Abandon(key(), FAILURE), PeerLost(P, PREFILL.epoch), ended(1)])
+@pytest.mark.parametrize(
+    "cause", [Abandon(key(), FAILURE), PeerLost(P, PREFILL.epoch), ended(1)]
+)
 def test_a_failed_receive_ends_once_its_last_read_has_ended(cause):
     connector = reading()
     step = connector.step(2.0, [cause])
@@ -248,7 +267,9 @@ def test_a_failed_receive_ends_once_its_last_read_has_ended(cause):
     assert cancelled == [CancelRead(t) for t in ((2,) if cause == ended(1) else (1, 2))]
     late = heard(PREFILL, hello(PREFILL), BLOCK_RANGE, END, Renewed(key()), WITHDRAWN)
     rest = [] if cause == ended(1) else [ended(1)]
-    assert connector.step(3.0, [UP, *late, *rest, Abandon(key(), FAILURE)]).reports == []
+    assert (
+        connector.step(3.0, [UP, *late, *rest, Abandon(key(), FAILURE)]).reports == []
+    )
     [report] = connector.step(4.0, [ended(2)]).reports
     assert isinstance(report, ReceiveEnded)
     assert report.quarantined == ()
@@ -264,7 +285,9 @@ def test_blocks_of_reads_that_never_end_are_quarantined():
 def test_a_lease_is_renewed_thrice_while_it_lasts():
     connector = expecting(offered())
     connector.step(10.0, [])
-    assert said(connector.step(20.0, heard(PREFILL, Renewed(key())))) == [Renew((key(),))]
+    assert said(connector.step(20.0, heard(PREFILL, Renewed(key())))) == [
+        Renew((key(),))
+    ]
     assert connector.step(21.0, heard(PREFILL, Renewed(key()))).wake_at_s == 30.0
 
 
@@ -280,7 +303,11 @@ def test_what_never_comes_ends_the_wait():
 
 def test_announced_blocks_that_are_given_up_are_held_until_decode_or_the_lease_ends_that():
     ignored = (BlockRange(key(), 1, (2,), (0,)), END, PeerLost(D, DECODE.epoch))
-    for at_s, end in ((3.0, Done(key())), (3.0, Declined(key(), FAILURE)), (30.0, None)):
+    for at_s, end in (
+        (3.0, Done(key())),
+        (3.0, Declined(key(), FAILURE)),
+        (30.0, None),
+    ):
         connector = announcing()
         step = connector.step(1.0, [WITHDRAWN])
         assert (step.reports, said(step)) == ([], [WITHDRAWN])
@@ -317,10 +344,16 @@ def test_a_decode_node_that_greets_again_has_lost_what_it_had():
         (announcing, [BlockRange(key(), 0, (1,), (0,))]),
         (announcing, [END]),
         (announcing, [BlockRange(key(), 1, (2,), (0,)), END, END]),
-        (announcing, [BlockRange(key(), 1, (2,), (0,)), END, BlockRange(key(), 2, (3,), (0,))]),
+        (
+            announcing,
+            [BlockRange(key(), 1, (2,), (0,)), END, BlockRange(key(), 2, (3,), (0,))],
+        ),
         (expecting, [Expect(key(), P)]),
         (expecting, [BeginReceive(key(), 0, (20, 21))]),
-        (expecting, [*heard(PREFILL, offered()), *[BeginReceive(key(), 0, (20, 21))] * 2]),
+        (
+            expecting,
+            [*heard(PREFILL, offered()), *[BeginReceive(key(), 0, (20, 21))] * 2],
+        ),
     ],
 )
 def test_a_scheduler_that_breaks_the_contract_ends_the_process(connector, events):

@@ -22,7 +22,13 @@ BLOCK_BYTES = 4096
 def add(num_blocks: int, block_bytes: int, device: str = "cpu") -> AddPeer:
     """Return the command that adds the owner, whose agent is `owner-agent`."""
     where = NixlAddress(
-        OWNER.epoch, "owner-agent", device, 1 << 40, num_blocks, block_bytes, b"owner-agent"
+        OWNER.epoch,
+        "owner-agent",
+        device,
+        1 << 40,
+        num_blocks,
+        block_bytes,
+        b"owner-agent",
     )
     address = RankAddress({"nixl": where.encode()})
     whole = BlockSlice(0, 0, block_bytes)
@@ -39,13 +45,17 @@ class ScriptedNixl:
         self.state = "PROC"
         self.error: Exception | None = None
         self.regions: list[tuple[int, str]] = []  # bytes and kind
-        self.rows: list[tuple[list[list[int]], str]] = []  # of prepared lists, and their kind
-        self.reads: list[tuple[list[int], list[int]]] = []  # rows of the sink, and of the peer
+        # Of prepared lists, and their kind.
+        self.rows: list[tuple[list[list[int]], str]] = []
+        # Rows of the sink, and of the peer.
+        self.reads: list[tuple[list[int], list[int]]] = []
         self.num_calls = 0  # that get NIXL on
         self.agents: list[str] = []  # as they were added
         self.num_removed = 0
 
-    def register_memory(self, regions: list[tuple[int, int, int, str]], mem_type: str) -> None:
+    def register_memory(
+        self, regions: list[tuple[int, int, int, str]], mem_type: str
+    ) -> None:
         self.regions += [(region[1], mem_type) for region in regions]
 
     def get_new_notifs(self) -> None:
@@ -92,7 +102,9 @@ class ScriptedNixl:
 @pytest.fixture
 def agent(monkeypatch):
     agent = ScriptedNixl()
-    errors = SimpleNamespace(all=(OSError, ValueError), at_start=(), disconnected=OSError)
+    errors = SimpleNamespace(
+        all=(OSError, ValueError), at_start=(), disconnected=OSError
+    )
     monkeypatch.setattr(nixl, "make_agent", lambda *_, **__: (agent, errors))
     return agent
 
@@ -118,7 +130,9 @@ def test_gpus_warm_up_in_a_spare_block_and_without_a_thread_of_nixl(agent):
     memory = PoolMemory(1 << 30, num_blocks, block_bytes, "cuda:0", num_spare=1)
     transport = NixlTransport(memory, READER)
     spare = (1 << 30) + num_blocks * block_bytes
-    assert agent.regions == [((num_blocks + 1) * block_bytes, "VRAM")], "no memory of the host"
+    assert agent.regions == [((num_blocks + 1) * block_bytes, "VRAM")], (
+        "no memory of the host"
+    )
     assert agent.rows == [([[spare, 64, 0]], "VRAM")]
     assert transport.progress_s is not None
     transport.service()
@@ -137,7 +151,9 @@ def test_only_a_broken_connection_proves_that_a_failed_read_writes_no_more(agent
     transport.add_peer(ADD)
     assert transport.connected(OWNER)
     agent.state = "PROC"
-    first, second = (transport.read(Read(1, OWNER, (block,), (block,), (0,))) for block in (0, 1))
+    first, second = (
+        transport.read(Read(1, OWNER, (block,), (block,), (0,))) for block in (0, 1)
+    )
     agent.error = ValueError("one of several descriptors failed")
     with pytest.raises(TransferError, match="one of several"):
         transport.test(first)

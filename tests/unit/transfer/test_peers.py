@@ -83,7 +83,8 @@ def test_another_model_or_layout_or_degree_is_refused_before_dialling():
     for other in (
         node("d", "decode", model="other"),
         node("d", "decode", layout=KVLayout(4, 64, "other")),
-        node("d", "decode", num_ranks=2),  # of a version that does not publish its KV heads
+        # Of a version that does not publish its KV heads.
+        node("d", "decode", num_ranks=2),
     ):
         step = prefill(decode=other).step(0.0, [offer()])
         assert codes(step) == ["peer_mismatch"]
@@ -120,7 +121,9 @@ def test_degrees_fit_if_one_divides_the_other_and_else_the_reason_says_what_to_s
 @pytest.mark.parametrize(
     "degrees", [(1, 2), (2, 1), (2, 4), (4, 2), (1, 4), (4, 1), (8, 2), (4, 8)]
 )
-def test_every_head_of_every_rank_is_read_once_from_a_rank_that_holds_it(kv_heads, degrees):
+def test_every_head_of_every_rank_is_read_once_from_a_rank_that_holds_it(
+    kv_heads, degrees
+):
     num_prefill, num_decode = degrees
     prefill = node("p", "prefill", num_ranks=num_prefill, kv_heads=kv_heads)
     decode = node("d", "decode", num_ranks=num_decode, kv_heads=kv_heads)
@@ -133,7 +136,9 @@ def test_every_head_of_every_rank_is_read_once_from_a_rank_that_holds_it(kv_head
         assert part.local_offset == len(read[edge.target]) * HEAD_BYTES
         read[edge.target] += heads
         assert edge.sums_row == edge.source * edge.num_slices + first // num_heads
-    assert read == {rank: heads_of(kv_heads, num_decode, rank) for rank in range(num_decode)}
+    assert read == {
+        rank: heads_of(kv_heads, num_decode, rank) for rank in range(num_decode)
+    }
 
 
 def test_ranks_that_hold_the_same_head_share_its_readers():
@@ -191,7 +196,9 @@ def test_decode_learns_of_an_offer_that_was_lost_with_its_channel():
 
 def test_a_channel_that_breaks_without_a_handoff_is_opened_again():
     connector = prefill()
-    connector.step(0.0, [offer(), *heard(DECODE, hello(DECODE), Declined(key(), FAILURE))])
+    connector.step(
+        0.0, [offer(), *heard(DECODE, hello(DECODE), Declined(key(), FAILURE))]
+    )
     step = connector.step(1.0, [PeerLost(D, DECODE.epoch)])
     assert (connector.unreachable, step.wake_at_s) == ((D,), 1.0 + REDIAL_S)
     for dialled_s in (6.0, 6.0 + HELLO_S + REDIAL_S):  # the first time, nobody answers
@@ -204,7 +211,9 @@ def test_a_channel_that_breaks_without_a_handoff_is_opened_again():
 
 def test_a_node_that_is_not_listed_any_more_is_not_dialled_again():
     connector = prefill()
-    connector.step(0.0, [offer(), *heard(DECODE, hello(DECODE), Declined(key(), FAILURE))])
+    connector.step(
+        0.0, [offer(), *heard(DECODE, hello(DECODE), Declined(key(), FAILURE))]
+    )
     connector.step(1.0, [PeerLost(D, DECODE.epoch), PeersChanged(())])
     assert connector.unreachable == ()
     assert connector.step(10.0, []).wake_at_s is None
@@ -219,20 +228,28 @@ def test_only_prefill_dials_what_broke():
 
 def test_a_prefill_node_that_offers_before_it_is_listed_is_connected_when_it_is():
     connector = NodeConnector(DECODE, TransferConfig())
-    step = connector.step(0.0, [Expect(key(), P), *heard(PREFILL, hello(PREFILL), offered())])
+    step = connector.step(
+        0.0, [Expect(key(), P), *heard(PREFILL, hello(PREFILL), offered())]
+    )
     assert step.reports == [offered()]
     step = connector.step(1.0, [PeersChanged((PREFILL,))])
-    assert [type(c.command) for c in step.commands if isinstance(c, ToRank)] == [AddPeer]
+    assert [type(c.command) for c in step.commands if isinstance(c, ToRank)] == [
+        AddPeer
+    ]
 
 
 def test_a_rank_that_goes_down_is_connected_again_for_the_next_receive():
     connector = decode(Expect(key(), P), *heard(PREFILL, hello(PREFILL), offered()))
-    connector.step(0.0, [FromRank(0, PeerUp(POOL, "shm")), BeginReceive(key(), 0, (20, 21))])
+    connector.step(
+        0.0, [FromRank(0, PeerUp(POOL, "shm")), BeginReceive(key(), 0, (20, 21))]
+    )
     step = connector.step(1.0, [FromRank(0, PeerDown(POOL, FAILURE))])
     assert step.reports == [ReceiveEnded(key(), FAILURE)]
     assert ToRank(0, RemovePeer(POOL)) in step.commands
     step = connector.step(2.0, [Expect(key("other"), P)])
-    assert [type(c.command) for c in step.commands if isinstance(c, ToRank)] == [AddPeer]
+    assert [type(c.command) for c in step.commands if isinstance(c, ToRank)] == [
+        AddPeer
+    ]
 
 
 def test_a_rank_that_shm_does_not_reach_is_read_by_nixl_and_the_receive_goes_on():
@@ -253,7 +270,9 @@ def test_a_rank_that_shm_does_not_reach_is_read_by_nixl_and_the_receive_goes_on(
     step = connector.step(2.0, [FromRank(0, PeerUp(POOL, "nixl"))])
     assert ToRank(0, Read(1, POOL, (5,), (20,), (0,))) in step.commands
     # The pair keeps what worked; when that breaks, it does not go back to what never did.
-    step = connector.step(3.0, [FromRank(0, PeerDown(POOL, FAILURE)), Expect(key("b"), P)])
+    step = connector.step(
+        3.0, [FromRank(0, PeerDown(POOL, FAILURE)), Expect(key("b"), P)]
+    )
     assert ToRank(0, AddPeer(POOL, "nixl", far, 64, 64, WHOLE)) in step.commands
 
 
@@ -263,36 +282,53 @@ def test_a_rank_that_no_transport_reaches_ends_its_receives_and_is_tried_afresh(
     step = connector.step(1.0, [FromRank(0, PeerDown(POOL, FAILURE))])
     assert step.reports == [ReceiveEnded(key(), FAILURE)]
     step = connector.step(2.0, [Expect(key("b"), P)])
-    assert ToRank(0, AddPeer(POOL, "shm", PREFILL.ranks[0], 64, 64, WHOLE)) in step.commands
+    assert (
+        ToRank(0, AddPeer(POOL, "shm", PREFILL.ranks[0], 64, 64, WHOLE))
+        in step.commands
+    )
 
 
 def test_a_peer_that_is_not_listed_any_more_is_unmapped_when_nothing_uses_it():
     connector = decode(Expect(key(), P), *heard(PREFILL, hello(PREFILL), offered()))
     assert not connector.step(1.0, [PeersChanged(())]).commands
     step = connector.step(2.0, [*heard(PREFILL, Withdrawn(key(), FAILURE))])
-    assert step.commands[-2:] == [DropPeer(P, PREFILL.epoch), ToRank(0, RemovePeer(POOL))]
+    assert step.commands[-2:] == [
+        DropPeer(P, PREFILL.epoch),
+        ToRank(0, RemovePeer(POOL)),
+    ]
 
 
 def test_no_transport_in_common_ends_the_receive_with_both_sides_named():
-    strange = node("p", "prefill", ranks=(msgspec.structs.replace(PREFILL.ranks[0], metadata={}),))
+    strange = node(
+        "p", "prefill", ranks=(msgspec.structs.replace(PREFILL.ranks[0], metadata={}),)
+    )
     connector = decode(prefill=strange)
     step = connector.step(0.0, [Expect(key(), P)])
     assert codes(step) == ["no_transport"]
 
 
 def test_quarantined_blocks_come_back_when_nothing_can_land_in_them_on_any_rank():
-    info, peer = (node(n, r, num_ranks=2) for n, r in (("d", "decode"), ("p", "prefill")))
+    info, peer = (
+        node(n, r, num_ranks=2) for n, r in (("d", "decode"), ("p", "prefill"))
+    )
     connector = NodeConnector(info, TransferConfig())
-    connector.step(0.0, [PeersChanged((peer,)), Expect(key(), P), *heard(PREFILL, hello(peer))])
+    connector.step(
+        0.0, [PeersChanged((peer,)), Expect(key(), P), *heard(PREFILL, hello(peer))]
+    )
     connector.step(0.0, [up(rank, rank) for rank in (0, 1)])
-    connector.step(0.0, [*heard(PREFILL, offered(), BLOCK_RANGE), BeginReceive(key(), 0, (20, 21))])
+    connector.step(
+        0.0, [*heard(PREFILL, offered(), BLOCK_RANGE), BeginReceive(key(), 0, (20, 21))]
+    )
     ends = [
-        FromRank(rank, ReadEnded(1 + rank, 0.0, 1.0, 0, FAILURE, quiesced=False)) for rank in (0, 1)
+        FromRank(rank, ReadEnded(1 + rank, 0.0, 1.0, 0, FAILURE, quiesced=False))
+        for rank in (0, 1)
     ]
     (ended,) = connector.step(1.0, ends).reports
     assert ended == ReceiveEnded(key(), FAILURE, quarantined=(20,))
     assert connector.step(2.0, [FromRank(0, ReadDrained(1))]).reports == []
-    assert connector.step(3.0, [FromRank(1, ReadDrained(2))]).reports == [BlocksDrained((20,))]
+    assert connector.step(3.0, [FromRank(1, ReadDrained(2))]).reports == [
+        BlocksDrained((20,))
+    ]
     assert connector.step(4.0, [FromRank(1, ReadDrained(2))]).reports == []
 
 
@@ -333,12 +369,22 @@ def test_checksums_are_of_the_slices_that_the_ranks_of_decode_read(
     [summed] = said(source.step(1.0, answers))
 
     target = NodeConnector(info, TransferConfig(verify_kv=True))
-    target.step(0.0, [PeersChanged((peer,)), Expect(key(), P), *heard(PREFILL, hello(peer))])
-    target.step(0.0, [up(edge.target, edge.source) for edge in edges_between(peer, info)])
+    target.step(
+        0.0, [PeersChanged((peer,)), Expect(key(), P), *heard(PREFILL, hello(peer))]
+    )
+    target.step(
+        0.0, [up(edge.target, edge.source) for edge in edges_between(peer, info)]
+    )
     target.step(0.0, [*heard(PREFILL, offered()), BeginReceive(key(), 0, (20, 21))])
     commands = target.step(0.0, [*heard(PREFILL, summed)]).commands
-    reads = [c.command for c in commands if isinstance(c, ToRank) and isinstance(c.command, Read)]
+    reads = [
+        c.command
+        for c in commands
+        if isinstance(c, ToRank) and isinstance(c.command, Read)
+    ]
     assert [read.checksums for read in reads] == [(10,), (11,)]
     wrong = BlockRange(key(), 1, (6,), (0,), ((20,), (21,), (22,)))
     step = target.step(0.0, [*heard(PREFILL, wrong)])
-    assert [type(c.command) for c in step.commands if isinstance(c, ToRank)] == [CancelRead] * 2
+    assert [type(c.command) for c in step.commands if isinstance(c, ToRank)] == [
+        CancelRead
+    ] * 2

@@ -42,7 +42,9 @@ def check(remote: list[int], local: list[int], part: BlockSlice = WHOLE) -> None
     for frm, to in zip(remote, local, strict=True):
         begin = frm * theirs.block_bytes + part.remote_offset
         place = to * ours.block_bytes + part.local_offset
-        expected[place : place + part.num_bytes] = source[begin : begin + part.num_bytes]
+        expected[place : place + part.num_bytes] = source[
+            begin : begin + part.num_bytes
+        ]
     copy_blocks(
         slice_view(memoryview(target), ours, part),
         slice_ids(np.array(local, np.int64), ours, part.local_offset, part),
@@ -59,17 +61,22 @@ def test_any_read_copies_exactly_its_blocks(data):
     count = data.draw(st.integers(0, NUM_BLOCKS))
     runs = st.lists(st.integers(0, NUM_BLOCKS - 1), min_size=count, max_size=count)
     remote = data.draw(st.one_of(ids.map(lambda p: p[:count]), runs.map(sorted)))
-    local = data.draw(st.one_of(ids.map(lambda p: p[:count]), st.just(list(range(count)))))
+    local = data.draw(
+        st.one_of(ids.map(lambda p: p[:count]), st.just(list(range(count))))
+    )
     offsets = st.sampled_from((0, BLOCK_BYTES, 3 * BLOCK_BYTES))
     check(
-        list(remote), list(local), BlockSlice(data.draw(offsets), data.draw(offsets), BLOCK_BYTES)
+        list(remote),
+        list(local),
+        BlockSlice(data.draw(offsets), data.draw(offsets), BLOCK_BYTES),
     )
 
 
 def test_a_block_that_changes_hands_while_it_is_copied_is_a_failed_read(monkeypatch):
     with ExitStack() as stack:
         source, target = (
-            stack.enter_context(closing(HostPool(NUM_BLOCKS, BLOCK_BYTES))) for _ in range(2)
+            stack.enter_context(closing(HostPool(NUM_BLOCKS, BLOCK_BYTES)))
+            for _ in range(2)
         )
         owner = stack.enter_context(closing(ShmTransport(source, Epoch("owner"))))
         reader = stack.enter_context(closing(ShmTransport(target, Epoch("reader"))))

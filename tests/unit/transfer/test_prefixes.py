@@ -112,7 +112,9 @@ def test_the_lender_asks_its_scheduler_and_gives_blocks_back_when_they_are_read(
     events = [Offer(key(), P, 8, 2), BLOCK_RANGE, End(key(), ())]
     step = connector.step(0.0, events)
     assert [type(message) for message in said(step)] == [Offered, BlockRange, End]
-    assert said(connector.step(0.1, heard(PREFILL, Renew((key(),))))) == [Renewed(key())]
+    assert said(connector.step(0.1, heard(PREFILL, Renew((key(),))))) == [
+        Renewed(key())
+    ]
     assert connector.step(0.2, heard(PREFILL, Done(key()))).reports == [Released(key())]
 
 
@@ -122,7 +124,9 @@ def test_one_request_may_be_handed_over_while_its_prefix_is_read_the_other_way()
     step = connector.step(0.2, [offer])
     assert told(step, Offered)
     step = connector.step(0.2, heard(DECODE, Declined(key(), FAILURE)))
-    assert step.reports == [Released(key(), FAILURE)], "which says nothing of the prefix"
+    assert step.reports == [Released(key(), FAILURE)], (
+        "which says nothing of the prefix"
+    )
     connector.step(0.2, heard(DECODE, Renewed(key())))
     [received] = connector.step(0.3, [ended()]).reports
     assert isinstance(received, KVReceived)

@@ -19,9 +19,14 @@ HASHES = block_hashes(range(16), 2)
 
 
 def folder_store(
-    folder: Path, num_slots: int = NUM_SLOTS, maker: bytes = MAKER, block_bytes: int = BLOCK_BYTES
+    folder: Path,
+    num_slots: int = NUM_SLOTS,
+    maker: bytes = MAKER,
+    block_bytes: int = BLOCK_BYTES,
 ) -> FolderStore:
-    return FolderStore(folder, "rank0", num_slots * (block_bytes + 20), block_bytes, maker)
+    return FolderStore(
+        folder, "rank0", num_slots * (block_bytes + 20), block_bytes, maker
+    )
 
 
 @pytest.fixture(params=["memory", "folder"])
@@ -74,7 +79,12 @@ def test_a_folder_holds_its_blocks_when_it_opens_again(tmp_path):
     store = folder_store(tmp_path)
     assert unpack_hashes(store.hashes()) == HASHES[:NUM_SLOTS]
     assert not store.was_foreign
-    assert [read(store, number, number)[0] for number in range(NUM_SLOTS)] == [0, 1, 2, 3]
+    assert [read(store, number, number)[0] for number in range(NUM_SLOTS)] == [
+        0,
+        1,
+        2,
+        3,
+    ]
     store.clear()
     store.close()
     assert unpack_hashes(folder_store(tmp_path).hashes()) == [NO_HASH] * NUM_SLOTS
@@ -85,9 +95,14 @@ def test_a_folder_of_another_size_keeps_the_blocks_that_fit(num_slots, tmp_path)
     filled(tmp_path)
     store = folder_store(tmp_path, num_slots)
     kept = min(num_slots, NUM_SLOTS)
-    assert unpack_hashes(store.hashes()) == [*HASHES[:kept], *[NO_HASH] * (num_slots - kept)]
+    assert unpack_hashes(store.hashes()) == [
+        *HASHES[:kept],
+        *[NO_HASH] * (num_slots - kept),
+    ]
     assert read(store, 1, 1) == block(1)
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= num_slots * 84 + 64
+    assert (
+        sum(path.stat().st_size for path in tmp_path.iterdir()) <= num_slots * 84 + 64
+    )
 
 
 @pytest.mark.parametrize("fields", [{"maker": b"o" * 16}, {"block_bytes": 32}])
@@ -134,7 +149,9 @@ def test_no_damage_of_a_file_brings_a_wrong_block(file, at, tmp_path):
                     num_bad += 1
                     continue
                 assert into == block(number)
-        assert num_bad > NUM_SLOTS * (NUM_SLOTS - 1), "one more than the slots of others"
+        assert num_bad > NUM_SLOTS * (NUM_SLOTS - 1), (
+            "one more than the slots of others"
+        )
         store.close()
         filled(tmp_path)
 
@@ -174,7 +191,11 @@ def test_a_slot_whose_write_failed_holds_nothing(tmp_path, monkeypatch):
 def test_each_process_has_a_folder_of_its_own(tmp_path):
     first = ClaimedFolder(tmp_path, "decode")
     second = ClaimedFolder(tmp_path, "decode")
-    names = [first.path.name, second.path.name, ClaimedFolder(tmp_path, "prefill").path.name]
+    names = [
+        first.path.name,
+        second.path.name,
+        ClaimedFolder(tmp_path, "prefill").path.name,
+    ]
     assert names == ["decode-0", "decode-1", "prefill-0"]
     first.close()
     again = ClaimedFolder(tmp_path, "decode")

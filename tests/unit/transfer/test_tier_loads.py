@@ -75,7 +75,9 @@ def test_every_rank_reads_its_part_of_each_tier(connector):
     for ticket in TICKETS[:3]:
         assert connector.reads_tier(ticket)
         assert connector.step(1.1, [ended(ticket)]).reports == []
-    assert connector.step(1.1, [ended(4)]).reports == [KVReceived(key(), (), 256, 0.25, 0.25)]
+    assert connector.step(1.1, [ended(4)]).reports == [
+        KVReceived(key(), (), 256, 0.25, 0.25)
+    ]
     assert not connector.reads_tier(4)
     assert connector.step(9.0, [LOAD]).commands, "the key may be read again"
 
@@ -84,7 +86,11 @@ def test_a_read_that_fails_ends_the_others_and_then_the_load(connector):
     connector.step(1.0, [LOAD])
     step = connector.step(1.1, [ended(2, failed=True)])
     assert step.reports == [ReceiveBroken(key())]
-    assert commands(step) == [(0, CancelRead(1)), (0, CancelRead(3)), (1, CancelRead(4))]
+    assert commands(step) == [
+        (0, CancelRead(1)),
+        (0, CancelRead(3)),
+        (1, CancelRead(4)),
+    ]
     assert connector.step(1.2, [ended(1), ended(3, failed=True)]).reports == []
     assert connector.step(1.3, [ended(4)]).reports == [ReceiveEnded(key(), FAILURE)]
 
@@ -113,7 +119,9 @@ def test_blocks_in_which_bytes_may_still_land_are_out_of_use_until_they_have(con
     connector.step(1.1, [ended(4, failed=True, quiesced=False)])
     [report] = connector.step(1.2, [ended(1), ended(2)]).reports
     assert report.quarantined == (11, 12)
-    assert connector.step(2.0, [FromRank(0, ReadDrained(3))]).reports == [], "rank 1 still writes"
+    assert connector.step(2.0, [FromRank(0, ReadDrained(3))]).reports == [], (
+        "rank 1 still writes"
+    )
     step = connector.step(2.1, [FromRank(1, ReadDrained(4))])
     assert step.reports == [BlocksDrained((11, 12))]
 
@@ -151,7 +159,10 @@ def test_a_save_has_ended_when_it_has_on_every_rank(connector):
 def test_a_slot_holds_what_all_ranks_have_in_it(connector):
     first = pack_hashes([HASHES[0], HASHES[1], HASHES[2]])
     second = pack_hashes([HASHES[0], HASHES[3], NO_HASH])
-    assert connector.step(1.0, from_ranks(SlotsHeld("folder", 3, 0, first), (0,))).reports == []
+    assert (
+        connector.step(1.0, from_ranks(SlotsHeld("folder", 3, 0, first), (0,))).reports
+        == []
+    )
     half = len(NO_HASH)
     events = [
         FromRank(1, SlotsHeld("folder", 3, 0, second[:half])),

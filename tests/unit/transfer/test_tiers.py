@@ -70,11 +70,15 @@ class Rank:
         [number] = set(bytes(self.host.copies([block])[0]))
         return number
 
-    def save(self, ticket: int, blocks: tuple[int, ...], slots: tuple[int, ...]) -> None:
+    def save(
+        self, ticket: int, blocks: tuple[int, ...], slots: tuple[int, ...]
+    ) -> None:
         hashes = pack_hashes(HASHES[block] for block in blocks)
         self.agent.send(SaveBlocks(ticket, self.name, blocks, slots, hashes))
 
-    def read(self, ticket: int, slots: tuple[int, ...], blocks: tuple[int, ...], of: int) -> None:
+    def read(
+        self, ticket: int, slots: tuple[int, ...], blocks: tuple[int, ...], of: int
+    ) -> None:
         """Read the blocks that were saved from `of` on."""
         hashes = pack_hashes(HASHES[of : of + len(slots)])
         peer = tier_peer(self.name)
@@ -115,7 +119,11 @@ def test_blocks_come_back_as_they_were_when_they_were_copied(rank):
     assert rank.waits(BlocksSaved) == [BlocksSaved(1)]
     rank.read(2, (5, 6, 7), (10, 11, 12), of=0)
     [ended] = rank.waits(ReadEnded)
-    assert (ended.failure, ended.quiesced, ended.num_bytes) == (None, True, 3 * BLOCK_BYTES)
+    assert (ended.failure, ended.quiesced, ended.num_bytes) == (
+        None,
+        True,
+        3 * BLOCK_BYTES,
+    )
     assert [rank.content(block) for block in (10, 11, 12)] == [1, 2, 3]
 
 
@@ -168,7 +176,11 @@ def test_a_store_that_is_stuck_holds_up_no_block_and_no_agent():
         rank.read(2, (0, 1, 2, 3, 4), (8, 9, 10, 11, 12), of=0)
         [ended] = rank.waits(ReadEnded)
         assert not ended.quiesced
-        assert not [event for event in rank.events if isinstance(event, ReadDrained | BlocksSaved)]
+        assert not [
+            event
+            for event in rank.events
+            if isinstance(event, ReadDrained | BlocksSaved)
+        ]
         store.goes_on.set()
         rank.waits(ReadDrained)
         assert rank.waits(BlocksSaved) == [BlocksSaved(1)]
@@ -181,7 +193,9 @@ def test_a_cancelled_read_ends_when_nothing_of_it_can_land():
         time.sleep(0.05)
         rank.agent.send(CancelRead(2))
         time.sleep(0.05)
-        assert not [event for event in rank.agent.poll() if isinstance(event, ReadEnded)]
+        assert not [
+            event for event in rank.agent.poll() if isinstance(event, ReadEnded)
+        ]
         store.goes_on.set()
         [ended] = rank.waits(ReadEnded)
         assert ended.quiesced
@@ -192,10 +206,15 @@ def test_a_disk_that_fails_is_a_failure_of_its_own():
     with closing(over(FullStore(NUM_SLOTS * BLOCK_BYTES, BLOCK_BYTES))) as rank:
         rank.save(1, (0,), (0,))
         [saved] = rank.waits(BlocksSaved)
-        assert saved.failure.message == "cannot write to the memory tier: No space left on device"
+        assert (
+            saved.failure.message
+            == "cannot write to the memory tier: No space left on device"
+        )
         rank.read(2, (0,), (8,), of=0)
         [ended] = rank.waits(ReadEnded)
-        assert ended.failure.message == "cannot read the memory tier: Input/output error"
+        assert (
+            ended.failure.message == "cannot read the memory tier: Input/output error"
+        )
 
 
 @pytest.mark.parametrize("does", ["read", "write"])
@@ -223,7 +242,10 @@ def test_ranks_share_the_bytes_of_their_node(tmp_path):
             held += [event.num_slots for event in tier.take_events()]
             tier.close()
     assert held == [128, 127] * 2
-    assert sorted(path.name for path in tmp_path.glob("*.index")) == ["rank0.index", "rank1.index"]
+    assert sorted(path.name for path in tmp_path.glob("*.index")) == [
+        "rank0.index",
+        "rank1.index",
+    ]
 
 
 def test_more_memory_than_the_host_has_is_refused():
@@ -237,10 +259,15 @@ def test_what_a_folder_held_comes_in_messages_that_are_not_too_long(monkeypatch)
     host = HostPool(NUM_BLOCKS, BLOCK_BYTES)
     tier = Tier("memory", MemoryStore(NUM_SLOTS * BLOCK_BYTES, BLOCK_BYTES), host)
     events = tier.take_events()
-    assert [(event.first_slot, len(event.hashes) // HASH_BYTES) for event in events] == [
+    assert [
+        (event.first_slot, len(event.hashes) // HASH_BYTES) for event in events
+    ] == [
         (0, 3),
         (3, 3),
         (6, 2),
     ]
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(events[0]), type=SlotsHeld) == events[0]
+    assert (
+        msgspec.msgpack.decode(msgspec.msgpack.encode(events[0]), type=SlotsHeld)
+        == events[0]
+    )
     tier.close()
