@@ -165,10 +165,11 @@ async def answers(pieces: list[bytes], servers: list[NewConnection]) -> list[Ans
             wire.receive(piece)
         await asyncio.sleep(0)
     give_up_s = loop.time() + SETTLED_S
-    while wires[0].answered != wires[1].answered and loop.time() < give_up_s:  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
-    for _ in range(20):  # in which an answer too many would come
+    num_calm_turns = 0  # in which an answer too many would come
+    while num_calm_turns < 20 and loop.time() < give_up_s:
         await asyncio.sleep(0)
+        is_calm = wires[0].answered == wires[1].answered
+        num_calm_turns = num_calm_turns + 1 if is_calm else 0
     found = [wire.answered for wire in wires]
     for wire in wires:
         wire.close()
