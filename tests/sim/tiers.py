@@ -195,7 +195,7 @@ def damage(store: FolderStore, how: str, at: int) -> None:
             [old] = os.pread(blocks, 1, at)
             os.pwrite(blocks, bytes([old ^ 1]), at)
         case "swap":
-            num_slots = num_bytes // size
+            num_slots = num_bytes // size or 1  # a torn file may have less than one
             first = at % num_slots * size
             second = (at + 1) % num_slots * size
             one = os.pread(blocks, size, first)
