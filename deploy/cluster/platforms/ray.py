@@ -39,7 +39,7 @@ from baton.deploy.cluster.supervision import HostJob, HostProcesses
 from baton.deploy.startup import url_of
 from baton.protocol.errors import ConfigError, NodeError
 
-NAMESPACE = "ray-namespace"  # the file of a state folder with that of its cluster
+STARTED = "ray.json"  # the file of a state folder with a `Started`
 OWN_ADDRESS = "$(OWN_ADDRESS)"
 KEY_FILE = "$(KEY_FILE)"
 OWN_RESOURCES = {"CPU": "cpus", "GPU": "gpus", "memory": "memory_mib"}
@@ -47,6 +47,7 @@ CONNECT_S = 5.0
 RESERVE_S = 10.0
 REPORT_S = 5.0
 WATCH_S = 0.2
+EXTRA_STOP_S = 15.0  # that Ray itself may take, beyond the processes
 
 
 class RayJob(msgspec.Struct, frozen=True):
@@ -55,6 +56,13 @@ class RayJob(msgspec.Struct, frozen=True):
     processes: tuple[ProcessSpec, ...]
     key: bytes
     logs: str  # folder; empty leaves the output to Ray's logs of the actor
+
+
+class Started(msgspec.Struct, frozen=True):
+    """What `stop` and `status` need to know, also in other commands."""
+
+    namespace: str
+    grace_s: float  # the longest of all processes
 
 
 class RayPlatform:
@@ -77,7 +85,10 @@ class RayPlatform:
     def start(self, plan: ClusterPlan, folder: Path) -> None:
         namespace = f"baton-{plan.description.name}-{secrets.token_hex(4)}"
         _join(self._address, namespace)
-        write_private(folder / NAMESPACE, namespace.encode())
+        grace_s = max(spec.grace_s for spec in plan.processes)
+        write_private(
+            folder / STARTED, msgspec.json.encode(Started(namespace, grace_s))
+        )
         key = Path(plan.description.key).read_bytes() if plan.description.key else b""
         job = RayJob(plan.processes, key, plan.description.logs)
         resources = [resources_of(spec) for spec in plan.processes]
@@ -105,26 +116,26 @@ class RayPlatform:
 
     def stop(self, folder: Path, *, is_hurried: bool = False) -> None:
         """Let the routers finish their requests, then the nodes. Without its Ray, all is over."""
-        running: dict[str, ProcessRole] = {}
+        running: list[ProcessStatus] = []
         with contextlib.suppress(NodeError):
-            statuses = self.status(folder)
-            running = {one.name: one.role for one in statuses if one.state == "running"}
+            running = [one for one in self.status(folder) if one.state == "running"]
         for is_router in (True, False):
-            ends = [
-                ray.get_actor(f"{role}:{name}").end.remote(is_hurried)
-                for name, role in running.items()
-                if (role == "router") is is_router
-            ]
+            ends = []
+            for one in running:
+                if (one.role == "router") is is_router:
+                    with contextlib.suppress(ValueError):  # it is gone
+                        actor = ray.get_actor(f"{one.role}:{one.name}")
+                        ends.append(actor.end.remote(is_hurried))
             if ends:
-                with contextlib.suppress(RayError):
-                    ray.get(ends)
-        (folder / NAMESPACE).unlink(missing_ok=True)
+                timeout_s = _started_in(folder).grace_s + EXTRA_STOP_S
+                ray.wait(ends, num_returns=len(ends), timeout=timeout_s)
+        (folder / STARTED).unlink(missing_ok=True)
         self._actors.clear()
 
     def status(self, folder: Path) -> list[ProcessStatus]:
-        if not (folder / NAMESPACE).exists():
+        if not (folder / STARTED).exists():
             return []
-        _join(self._address, (folder / NAMESPACE).read_text(encoding="utf-8"))
+        _join(self._address, _started_in(folder).namespace)
         statuses = [_status_of(actor) for actor in sorted(list_named_actors())]
         self._hosts = {one.name: one.host for one in statuses if one.host}
         return statuses
@@ -229,6 +240,10 @@ def at_its_place(
         is_before = other.pool == spec.pool and other.index < spec.index
         nth += is_before and by_name[other.name] == by_name[name]
     return filled(spec, by_name[name], nth, values)
+
+
+def _started_in(folder: Path) -> Started:
+    return msgspec.json.decode((folder / STARTED).read_bytes(), type=Started)
 
 
 def _router_address(index: int) -> str:
