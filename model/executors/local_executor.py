@@ -6,6 +6,7 @@ other threads ends the node.
 
 import contextlib
 import os
+import threading
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -34,6 +35,8 @@ class InProcessExecutor:
         self._adapters: deque[AdapterOutcome] = deque()
         self._error: NodeError | None = None
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # `close` does not wait for a thread that reads an adapter.
+        self._signaling = threading.Lock()
 
     def start(self, progress: Progress) -> ExecutorInfo:
         profiler = StepProfiler(self._config, self._epoch)
@@ -89,9 +92,10 @@ class InProcessExecutor:
         if self._rank is not None:
             self._rank.close()
             self._rank = None
-        if self._event_fd >= 0:
-            os.close(self._event_fd)
-            self._event_fd = -1
+        with self._signaling:
+            if self._event_fd >= 0:
+                os.close(self._event_fd)
+                self._event_fd = -1
 
     def _take(self, outcome: StepResult | NodeError | AdapterOutcome) -> None:
         if isinstance(outcome, NodeError):
@@ -100,4 +104,6 @@ class InProcessExecutor:
             self._adapters.append(outcome)
         else:
             self._results.append(outcome)
-        os.eventfd_write(self._event_fd, 1)
+        with self._signaling:
+            if self._event_fd >= 0:
+                os.eventfd_write(self._event_fd, 1)

@@ -5,6 +5,7 @@ import os
 import select
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from itertools import count
@@ -32,6 +33,8 @@ from baton.model.executors.worker_messages import (
     MessageSocket,
     ToWorker,
 )
+from baton.model.loading.adapters import PreparedAdapter
+from baton.model.runner.rank import LoadedRank
 from baton.model.runner.runner import Runner
 from baton.node.executor import (
     RANK_KILLED,
@@ -522,3 +525,29 @@ def test_an_adapter_is_loaded_while_steps_run(kind):
             "allow_runtime_lora_updating"
             in outcome_of(AdapterLoad("a", str(adapter), 0)).problem
         )
+
+
+def test_an_adapter_that_is_read_after_the_end_wakes_nobody(monkeypatch):
+    may_read = threading.Event()
+    prepare = LoadedRank.prepare_adapter
+
+    def late(rank: LoadedRank, load: AdapterLoad) -> tuple[PreparedAdapter, str]:
+        assert may_read.wait(WAIT_S)
+        return prepare(rank, load)
+
+    monkeypatch.setattr(LoadedRank, "prepare_adapter", late)
+    with closing(executor_of("in process")) as executor:
+        executor.start(no_progress)
+        descriptor = executor.fileno()
+        executor.load_adapter(AdapterLoad("slow", "/nowhere", 0))
+        (reading,) = (t for t in threading.enumerate() if t.name == "adapter")
+    other = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    try:
+        assert other == descriptor, "the number was not given again"
+        may_read.set()
+        reading.join(WAIT_S)
+        assert not reading.is_alive()
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(other)
+    finally:
+        os.close(other)
