@@ -211,6 +211,7 @@ PHASES = {
     "weight digests": "hashing the weight files",
     "kernels": "compiling kernels, once for this machine",
     "row rules": "trying how many rows a product takes without changing a bit",
+    "proofs": "proving kernels on this GPU, once for this machine",
     "products": "choosing the fastest products",
     "kv pool": "allocating the KV cache",
     "graphs": "capturing CUDA graphs",

@@ -248,7 +248,9 @@ class EngineNode:
         features = tuple(name for name, is_on in switches.items() if is_on)
         loaded = msgspec.structs.asdict(info)
         del loaded["draft_cost"]  # other processes need not know
-        loaded["facts"] = msgspec.structs.replace(info.facts, features=features)
+        loaded["facts"] = msgspec.structs.replace(
+            info.facts, features=info.facts.features + features
+        )
         return NodeInfo(
             node_id=self.node_id,
             epoch=self.epoch,

@@ -44,6 +44,7 @@ KVCacheDtype = Literal["auto", "fp8"]
 KernelChoice = Literal["auto", "compiled", "torch"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 SpeculativeMethod = Literal["ngram", "mtp", "eagle3"]
+Deterministic = Literal["auto", "true", "false"]
 GraphChoice = Literal["all", "prompts", "none"]
 TransportChoice = Literal["auto", "shm", "cuda_ipc", "nixl"]
 PrefixReads = Literal["off", "equal", "any"]
@@ -309,12 +310,13 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = "auto"
     deterministic: Annotated[
-        bool,
+        Deterministic,
         about(
-            "on GPUs, compute the same bits for a token in every batch, which is slower; nodes on "
-            "CPUs always do this"
+            "on GPUs, compute the same bits for a token in every batch; auto does this where "
+            "kernels for it that cost little are proven on the GPU at the start, and true "
+            "everywhere, which may be slower; nodes on CPUs always do this"
         ),
-    ] = False
+    ] = "auto"
     graphs: Annotated[
         GraphChoice,
         about(

@@ -5,6 +5,7 @@ values back into the tree. The generator of docs/config.md prints the list.
 """
 
 import argparse
+import contextlib
 import difflib
 import functools
 import math
@@ -65,7 +66,8 @@ class Field(msgspec.Struct, frozen=True):
 
     @property
     def is_bool(self) -> bool:
-        return self.plain_type is bool
+        """Return whether true and false are values, or the only ones."""
+        return self.plain_type is bool or set(self.choices) >= {"true", "false"}
 
     @property
     def is_list(self) -> bool:
@@ -155,6 +157,10 @@ class Field(msgspec.Struct, frozen=True):
             given = [
                 entry.strip() if isinstance(entry, str) else entry for entry in given
             ]
+        if self.is_bool and self.choices:
+            with contextlib.suppress(msgspec.ValidationError):
+                is_true = msgspec.convert(given, bool, strict=strict)
+                given = "true" if is_true else "false"
         why = "expected a finite number"
         try:
             value: object = msgspec.convert(given, self.annotation, strict=strict)
@@ -288,11 +294,9 @@ class FlagParser(argparse.ArgumentParser):
                 how = {"action": "store_const", "const": "true"}
             else:
                 how["metavar"] = field.metavar
-            words = (
-                ("true", "false")
-                if "nargs" in how
-                else tuple(filter(None, field.choices))
-            )
+            words = tuple(filter(None, field.choices))
+            if field.is_bool and not words:
+                words = ("true", "false")
             if words:
                 self.words[field.name] = words
             groups[title].add_argument(

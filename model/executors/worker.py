@@ -188,7 +188,7 @@ def _join(load: LoadRank) -> Ranks:
         # Ranks that do not meet report it before the executor gives them up.
         place = (load.rank, size)
         timeout_s = config.node.start_timeout_s / 2
-        is_ordered = config.engine.deterministic
+        is_ordered = config.engine.deterministic == "true"
         return join(device, place, load.memory, timeout_s, is_ordered=is_ordered)
     peers = [socket.socket(fileno=descriptor) for descriptor in load.peers]
     return SharedMemoryRanks(load.rank, load.memory, peers)

@@ -5,7 +5,6 @@ settings that cannot work before anything large is allocated.
 """
 
 import ctypes
-import hashlib
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -55,6 +54,7 @@ from baton.model.loading.draft_loading import load_draft_head
 from baton.model.loading.layer_weights import PackNarrow, RankDevice, linears_for
 from baton.model.loading.weight_digests import WeightDigest
 from baton.model.loading.weights import Checkpoint, fingerprint
+from baton.model.runner.compute_digest import compute_path, is_batch_invariant
 from baton.model.runner.cuda_start import (
     buckets_up_to,
     free_for_pool,
@@ -64,6 +64,13 @@ from baton.model.runner.cuda_start import (
     one_line_errors,
     prepare,
     why_no_gpu,
+)
+from baton.model.runner.device_kernels import (
+    UNPROVEN,
+    DeviceKernels,
+    choose_kernels,
+    chosen,
+    shapes_of,
 )
 from baton.model.runner.drafting import Drafter
 from baton.model.runner.kv_cache import (
@@ -186,7 +193,7 @@ def load_rank(
     torch.set_num_threads(thread_counts(config.engine)[0])
     # Ranks load one folder, so one of them reads all of it.
     with WeightDigest(plan.folder) if ranks.rank == 0 else nullcontext() as digest:
-        runner, pool = _loaded(plan, config, ranks, progress)
+        runner, pool, kernels = _loaded(plan, config, ranks, progress)
         try:
             weights = b"" if digest is None else digest.result(progress)
         except ConfigError:
@@ -213,6 +220,7 @@ def load_rank(
             dtype,
             plan.device.type,
             model_name=config.model.shown_name,
+            features=kernels.features,
             step=StepLimits(plan.max_num_seqs, plan.max_num_batched_tokens),
             lora_modules=tuple(one.name for one in plan.adapters),
             tasks=plan.tasks,
@@ -224,22 +232,24 @@ def load_rank(
 
 def _loaded(
     plan: RankPlan, config: ClusterConfig, ranks: Ranks, progress: Progress
-) -> tuple[Runner, HostPool | DevicePool]:
-    """Load a runner; on a GPU, capture its steps too."""
+) -> tuple[Runner, HostPool | DevicePool, DeviceKernels]:
+    """Load a runner; on a GPU, prove its kernels first, and capture its steps too."""
     if plan.device.type != "cuda":
-        return load_runner(plan, config, ranks, progress)
+        return *load_runner(plan, config, ranks, progress), UNPROVEN
     # Parts of a sum are added in fp32.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    if config.engine.deterministic:
+    with one_line_errors(plan.device, "while it proves its kernels"):
+        kernels = _device_kernels(plan, config, ranks, progress)
+    if kernels.is_ordered:
         keep_sums_whole()
     with one_line_errors(plan.device, "while it loads the model"):
-        runner, pool = load_runner(plan, config, ranks, progress)
+        runner, pool = load_runner(plan, config, ranks, progress, kernels)
     with one_line_errors(plan.device, "while it captures its steps"):
         graphs = config.engine.graphs if isinstance(runner.decoder, Decoder) else "none"
         num_decoding = plan.max_num_seqs if graphs == "all" else 0
         num_tokens = plan.max_num_batched_tokens if graphs != "none" else 0
         prepare(runner, buckets_up_to(num_decoding, num_tokens), progress)
-    return runner, pool
+    return runner, pool, kernels
 
 
 def plan_rank(config: ClusterConfig, num_ranks: int) -> RankPlan:
@@ -372,8 +382,28 @@ def _sized(
     return replace(plan, num_blocks=num_blocks)
 
 
-def load_runner(
+def _device_kernels(
     plan: RankPlan, config: ClusterConfig, ranks: Ranks, progress: Progress
+) -> DeviceKernels:
+    setting = config.engine.deterministic
+    if not isinstance(plan.decoder, DecoderConfig):
+        return chosen(setting, {}, ranks.size)
+    shapes = shapes_of(
+        plan.decoder,
+        ranks.size,
+        plan.layout.block_size,
+        (plan.dtype, plan.pool_dtype),
+        plan.max_model_len,
+    )
+    return choose_kernels(setting, shapes, plan.device, ranks, progress)
+
+
+def load_runner(
+    plan: RankPlan,
+    config: ClusterConfig,
+    ranks: Ranks,
+    progress: Progress,
+    kernels: DeviceKernels = UNPROVEN,
 ) -> tuple[Runner, HostPool | DevicePool]:
     """Load the weights, then make the pool. Raises `ConfigError` for a bad folder."""
     checkpoint = Checkpoint(plan.folder)
@@ -389,7 +419,7 @@ def load_runner(
         plan.dtype,
         plan.device,
         thread_counts(config.engine),
-        _ordered_product(plan, config),
+        _ordered_product(plan, kernels),
         _compiled_linears(library),
         _grouped_product(plan),
         _narrow_product(plan),
@@ -411,7 +441,7 @@ def load_runner(
         draft_head = load_draft_head(plan.decoder, checkpoint, place, progress, decoder)
     progress("kv pool", 0, 1)
     if plan.device.type == "cuda":
-        runner, device_pool = _on_gpu(plan, config, decoder, progress)
+        runner, device_pool = _on_gpu(plan, config, decoder, progress, kernels)
         runner.loras = loras
         return runner, device_pool
     shape = pool_shape(
@@ -463,8 +493,8 @@ def _compiled_linears(library: CpuLibrary | None) -> CpuLinears | None:
     return CpuLinears(library)
 
 
-def _ordered_product(plan: RankPlan, config: ClusterConfig) -> Product | None:
-    if plan.device.type != "cuda" or not config.engine.deterministic:
+def _ordered_product(plan: RankPlan, kernels: DeviceKernels) -> Product | None:
+    if plan.device.type != "cuda" or not kernels.is_ordered:
         return None
     # Triton is imported here for the same reason as in `_on_gpu`.
     from baton.kernels.cuda.fixed_product import fixed_product
@@ -489,7 +519,11 @@ def _narrow_product(plan: RankPlan) -> PackNarrow | None:
 
 
 def _on_gpu(
-    plan: RankPlan, config: ClusterConfig, decoder: StepDecoder, progress: Progress
+    plan: RankPlan,
+    config: ClusterConfig,
+    decoder: StepDecoder,
+    progress: Progress,
+    kernels: DeviceKernels,
 ) -> tuple[Runner, DevicePool]:
     # Triton exists on Linux only and is slow to import: only a rank on a GPU needs it.
     from baton.kernels.cuda.sampling import sample_tokens
@@ -513,7 +547,7 @@ def _on_gpu(
             cache.pool,
             num_heads,
             *_rotation(plan),
-            is_ordered=config.engine.deterministic,
+            is_ordered=kernels.is_ordered,
             index=_index_pool(plan, cache),
         )
         vocab = plan.decoder.vocab_size
@@ -566,13 +600,6 @@ def _rotation(plan: RankPlan) -> tuple[list[Tensor], float]:
     return tables, model.rms_norm_eps
 
 
-def is_batch_invariant(runner: Runner) -> bool:
-    """Return whether the bits of a token depend on its own sequence alone."""
-    decoder = runner.decoder
-    is_invariant = decoder.is_batch_invariant and runner.backend.is_batch_invariant
-    return is_invariant and decoder.ranks.is_batch_invariant
-
-
 def draft_cost(runner: Runner) -> float:
     """Return what a draft and its row in the next step take, as a share of a step without any.
 
@@ -585,20 +612,6 @@ def draft_cost(runner: Runner) -> float:
         for part in (runner.drafter.head, runner.decoder)
     )
     return own / models + ROW_COST
-
-
-def compute_path(runner: Runner) -> str:
-    """Return a text that is equal for ranks of one model that should compute the same bits."""
-    digest = hashlib.blake2b(runner.backend.name.encode(), digest_size=6)
-    digest.update(runner.decoder.source.encode())
-    # Each product is a sum of this many parts.
-    if (size := runner.decoder.ranks.size) > 1:
-        digest.update(str(size).encode())
-    if runner.device.type == "cuda":
-        digest.update(torch.cuda.get_device_name(runner.device).encode())
-    for part in sorted({linear.digest for linear in runner.decoder.linears()}):
-        digest.update(part)
-    return f"{runner.backend.name}-{digest.hexdigest()}"
 
 
 def keep_freed_memory() -> None:

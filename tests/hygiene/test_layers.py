@@ -43,7 +43,7 @@ BELOW = {
 PACKAGES = {
     "protocol": "msgspec",
     "runtime": "msgspec prometheus_client psutil yaml zmq",
-    "kernels": "torch triton numba llvmlite numpy",
+    "kernels": "msgspec torch triton numba llvmlite numpy",
     "kv_transfer": "msgspec numpy",
     "node": "aiohttp msgspec zmq",
     "model": "llguidance msgspec numpy torch safetensors transformers",

@@ -31,9 +31,9 @@ from baton.model.layers.latent_attention import LatentAttention
 from baton.model.layers.linear import Linear
 from baton.model.layers.mlp import DenseMlp, StackedExperts
 from baton.model.layers.rotary import rope_table
+from baton.model.runner.compute_digest import is_batch_invariant
 from baton.model.runner.cuda_start import buckets_up_to, prepare
 from baton.model.runner.kv_cache import KVCache
-from baton.model.runner.rank import is_batch_invariant
 from baton.model.runner.runner import Runner
 from baton.model.sampling.device_counts import DeviceCounts
 from baton.model.sampling.sampler import Sampler

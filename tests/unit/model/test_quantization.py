@@ -17,7 +17,8 @@ from baton.model.config.decoder_config import read_decoder_config
 from baton.model.layers.linear import Product
 from baton.model.loading import decoder_loading as loading
 from baton.model.loading.weights import Checkpoint
-from baton.model.runner.rank import compute_path, is_batch_invariant, plan_rank
+from baton.model.runner.compute_digest import compute_path, is_batch_invariant
+from baton.model.runner.rank import plan_rank
 from baton.model.tensor_parallel import SharedMemoryRanks, SingleRank
 from baton.protocol.errors import ConfigError
 from tests.support.adapters import write_adapter

@@ -15,8 +15,9 @@ from baton.model.executors.worker_executor import environment_of
 from baton.model.layers.linear import Linear
 from baton.model.layers.mlp import DenseMlp
 from baton.model.runner import cuda_start, rank
+from baton.model.runner.compute_digest import compute_path, is_batch_invariant
 from baton.model.runner.cuda_start import GpuMemory
-from baton.model.runner.rank import compute_path, is_batch_invariant, plan_rank
+from baton.model.runner.rank import plan_rank
 from baton.protocol.config import CacheConfig, ClusterConfig, ModelConfig
 from baton.protocol.errors import ConfigError, NodeError
 from baton.router.core.registry import differences

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+import yaml
 
 from baton.command_line import COMMANDS
 from baton.deploy.model_folder import CHECKPOINT
@@ -184,10 +185,20 @@ def test_the_sample_of_settings_can_be_loaded():
         (["--max-model-len", "100k"], "model", "max_model_len", 100_000),
         (["--max-model-len", "1.5K"], "model", "max_model_len", 1536),
         (["--set", "cache.memory_mib=2k"], "cache", "memory_mib", 2000),
+        ([], "engine", "deterministic", "auto"),
+        (["--engine-deterministic"], "engine", "deterministic", "true"),
+        (["--engine-deterministic=False"], "engine", "deterministic", "false"),
+        (["--set", "engine.deterministic=auto"], "engine", "deterministic", "auto"),
     ],
 )
 def test_words_become_values(words, section, field, value):
     assert getattr(getattr(load(SERVE, words), section), field) == value
+
+
+@pytest.mark.parametrize("text", ["true", "false", "auto"])
+def test_a_file_may_write_true_and_false_beside_other_values(text):
+    (field,) = (f for f in fields_of(ClusterConfig) if f.key == "deterministic")
+    assert field.from_yaml(yaml.safe_load(text)) == text
 
 
 @pytest.mark.parametrize(
@@ -201,6 +212,7 @@ def test_words_become_values(words, section, field, value):
             "setting router.port cannot be 'many': expected a whole number",
         ),
         (["--dtype", "fp7"], "choose one of auto, float32, bfloat16"),
+        (["--engine-deterministic", "yes"], "choose one of auto, true, false"),
         (["--dtype", "half"], "baton computes in bfloat16 and float32"),
         (["--max-model-len", "1.0001k"], "expected a whole number"),
         (["--quantization", "awq"], "the model's folder says how it is quantized"),

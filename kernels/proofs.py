@@ -1,0 +1,114 @@
+"""Prove kernels on a GPU before a step rests on them: `python -m baton.kernels.proofs`.
+
+A kernel that may be wrong, hang or not compile on a GPU that it has not run on is a row of
+`CANDIDATES`, whose module says what it cannot compute, and compares what it computes with a
+reference and with itself. This process runs the comparisons, so that whoever started it can end it.
+Its arguments are a `ProofRequest` and the descriptor to which it writes a `Proof` per line.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+import msgspec
+
+from baton.runtime.process import die_with_parent
+
+
+class ModelShapes(msgspec.Struct, frozen=True):
+    """What of a model decides which kernels can compute it. All numbers are those of one rank."""
+
+    linears: tuple[tuple[int, int], ...]  # outputs and inputs of each kind of layer
+    num_heads: int
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str = "bfloat16"
+    pool_dtype: str = "bfloat16"  # uint8: FP8
+    scale: float = 0.0
+    softcap: float = 0.0
+    windows: tuple[int, ...] = ()
+    has_sinks: bool = False
+    is_latent: bool = False
+    max_model_len: int = 0
+
+
+class Proof(msgspec.Struct, frozen=True):
+    """What came of one candidate. An empty `problem` says that it is proven."""
+
+    name: str
+    problem: str = ""
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """Kernels that are used where they are proven. `name` is shown, and enters the digest."""
+
+    name: str
+    module: str
+
+
+class ProofRequest(msgspec.Struct, frozen=True):
+    shapes: ModelShapes
+    device: str
+    candidates: tuple[Candidate, ...]
+
+
+class ProvableKernels(Protocol):
+    """The functions that a candidate's module has."""
+
+    def missing_for(self, shapes: ModelShapes, capability: tuple[int, int]) -> str:
+        """Return why these kernels cannot compute such a model; empty if they can."""
+        ...
+
+    def prove(self, shapes: ModelShapes, device: str) -> str:
+        """Return the first fault that running them shows; empty if there is none."""
+        ...
+
+
+# Products whose bits do not depend on the number of rows, at the library's speed.
+PRODUCTS = "hopper-products"
+# Attention of prompts on warpgroups.
+PREFILL = "hopper-prefill"
+# Attention of prompts and of decode steps in one order of sums.
+ONE_ORDER = "hopper-one-order"
+
+CANDIDATES: tuple[Candidate, ...] = ()
+
+
+def kernels_of(candidate: Candidate) -> ProvableKernels:
+    return cast(ProvableKernels, importlib.import_module(candidate.module))
+
+
+def possible(
+    shapes: ModelShapes,
+    capability: tuple[int, int],
+    candidates: Sequence[Candidate] = CANDIDATES,
+) -> tuple[Candidate, ...]:
+    """Return the candidates that could compute such a model on such a GPU."""
+    return tuple(
+        candidate
+        for candidate in candidates
+        if not kernels_of(candidate).missing_for(shapes, capability)
+    )
+
+
+def prove(request: ProofRequest, candidate: Candidate) -> Proof:
+    try:
+        problem = kernels_of(candidate).prove(request.shapes, request.device)
+    except Exception as error:  # noqa: BLE001  (a compiler and a driver can raise anything)
+        problem = f"{error!r}"
+    return Proof(candidate.name, " ".join(problem.split()))
+
+
+def main() -> None:
+    die_with_parent()
+    request = msgspec.json.decode(sys.argv[1], type=ProofRequest)
+    descriptor = int(sys.argv[2])
+    for candidate in request.candidates:
+        os.write(descriptor, msgspec.json.encode(prove(request, candidate)) + b"\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Choose the kernels of a rank on a GPU: the proven ones, and whether sums have one order.
+
+With one order of sums, the bits of a token depend on its own sequence alone. By default that is so
+where proven kernels give it at the price that docs/gpu.md states.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from baton.kernels.proofs import (
+    ONE_ORDER,
+    PRODUCTS,
+    Candidate,
+    ModelShapes,
+    Proof,
+    ProofRequest,
+    possible,
+)
+from baton.model.config.decoder_config import DecoderConfig
+from baton.model.loading.decoder_loading import local_heads
+from baton.model.runner.compute_digest import gpu_bits, own_sources
+from baton.model.runner.kernel_proofs import proofs_of
+from baton.model.tensor_parallel import Ranks, least
+from baton.node.executor import Progress
+from baton.protocol.config import Deterministic
+
+# What the default needs.
+ONE_ORDER_NEEDS = frozenset({PRODUCTS, ONE_ORDER})
+
+
+@dataclass(slots=True, frozen=True)
+class DeviceKernels:
+    """Which kernels a rank on a GPU uses. The default is what runs on every GPU."""
+
+    proven: frozenset[str] = frozenset()
+    is_ordered: bool = False  # a row's bits do not depend on the batch
+    unproven: tuple[str, ...] = ()  # names of those that failed
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Return what a node shows of them."""
+        failed = (f"unproven-{name}" for name in self.unproven)
+        return (*sorted(self.proven), *failed)
+
+
+UNPROVEN = DeviceKernels()
+
+
+def choose_kernels(
+    setting: Deterministic,
+    shapes: ModelShapes,
+    device: torch.device,
+    ranks: Ranks,
+    progress: Progress,
+) -> DeviceKernels:
+    """Prove what could compute the model. All ranks choose the same."""
+    candidates = possible(shapes, torch.cuda.get_device_capability(device))
+    proofs: tuple[Proof, ...] = ()
+    if candidates:
+        request = ProofRequest(shapes, str(device), candidates)
+        environment = gpu_bits(device, has_own_products=False).decode()
+        proofs = proofs_of(request, f"{own_sources()}\n{environment}", progress)
+    return chosen(setting, agreed(proofs, candidates, device, ranks), ranks.size)
+
+
+def agreed(
+    proofs: tuple[Proof, ...],
+    candidates: tuple[Candidate, ...],
+    device: torch.device,
+    ranks: Ranks,
+) -> dict[str, bool]:
+    """Return of each candidate whether every rank has proven it."""
+    problems = {proof.name: proof.problem for proof in proofs}
+    return {
+        candidate.name: bool(least(ranks, int(not problems[candidate.name]), device))
+        for candidate in candidates
+    }
+
+
+def chosen(
+    setting: Deterministic, proven: dict[str, bool], num_ranks: int
+) -> DeviceKernels:
+    """Return the kernels where `proven` has what came of each candidate.
+
+    Of several ranks, nobody has measured yet what one order costs.
+    """
+    names = frozenset(name for name, is_proven in proven.items() if is_proven)
+    is_ordered = setting == "true"
+    if setting == "auto":
+        is_ordered = num_ranks == 1 and names >= ONE_ORDER_NEEDS
+    failed = tuple(name for name, is_proven in proven.items() if not is_proven)
+    return DeviceKernels(names, is_ordered, failed)
+
+
+def shapes_of(
+    decoder: DecoderConfig,
+    num_ranks: int,
+    block_size: int,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    max_model_len: int,
+) -> ModelShapes:
+    """Return what decides which kernels can compute a model. `dtypes`: of weights and pool."""
+    num_heads, kv_heads = local_heads(decoder, num_ranks)
+    hidden = decoder.hidden_size
+    width = decoder.intermediate_size // num_ranks
+    rows = (num_heads + 2 * kv_heads) * decoder.head_dim
+    linears = (
+        (rows, hidden),
+        (hidden, num_heads * decoder.head_dim),
+        (2 * width, hidden),
+        (hidden, width),
+        (decoder.vocab_size // num_ranks, hidden),
+    )
+    windows = {decoder.window_of(layer) for layer in range(decoder.num_layers)}
+    dtype, pool_dtype = (str(one).removeprefix("torch.") for one in dtypes)
+    return ModelShapes(
+        linears=linears,
+        num_heads=num_heads,
+        kv_heads=kv_heads,
+        head_dim=decoder.head_dim,
+        block_size=block_size,
+        dtype=dtype,
+        pool_dtype=pool_dtype,
+        scale=decoder.attention_scale,
+        softcap=decoder.layers.score_cap or 0.0,
+        windows=tuple(sorted(window for window in windows if window is not None)),
+        has_sinks=decoder.layers.has_sinks,
+        is_latent=decoder.latent is not None,
+        max_model_len=max_model_len,
+    )
