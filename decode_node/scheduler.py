@@ -233,7 +233,7 @@ class DecodeScheduler:
                 break
             if sequence.wants_step and self._grow(sequence):
                 slices.append(self._decode_slice(sequence, num_guesses))
-                num_guesses -= slices[-1].num_guesses
+                num_guesses -= slices[-1].length - 1
         # Single tokens come first.
         return sorted(slices, key=lambda part: part.length > 1)
 

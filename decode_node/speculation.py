@@ -24,7 +24,7 @@ class Speculation:
 
     def begin(self, sequence: Sequence) -> None:
         """Guess for a sequence, if this node does and its sampling allows it."""
-        if not self._limits.engine.num_speculative_tokens or sequence.state:
+        if not self._limits.engine.num_speculative_tokens:
             return
         if not sequence.request.sampling.depends_on_output:
             kind = HeadDrafts if self._limits.engine.has_draft_head else PromptLookup

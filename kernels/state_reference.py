@@ -112,13 +112,15 @@ class StateBytes:
         blocks: Sequence[int],
         start: int,
         num_held: int,
+        num_guesses: int = 0,
     ) -> Tensor:
         """Let a sequence's state go through tokens from position `start` on.
 
-        Return what they read, `[num_tokens, heads * value_dim]` in fp32.
+        The state is kept without the last `num_guesses`. Return what all tokens read,
+        `[num_tokens, heads * value_dim]` in fp32.
         """
         shape = self._layout.shape
-        mixed = self.convolve(layer, x, weights, blocks, start)
+        mixed = self.convolve(layer, x, weights, blocks, start, num_guesses)
         matrices = self.matrices(layer, blocks).flatten(0, 1)
         if start == 0:
             matrices = torch.zeros_like(matrices)
@@ -133,19 +135,17 @@ class StateBytes:
             heads = mixed[:, :, first : first + count].unflatten(2, (-1, width))
             copies = shape.num_heads // heads.shape[2]
             of_heads.append(heads.repeat_interleave(copies, dim=2).flatten(1, 2))
-        queries, keys_of_heads, values_of_heads = of_heads
-        out, matrices = advance(
-            queries,
-            keys_of_heads,
-            values_of_heads,
-            decays,
-            betas,
-            matrices,
-            weights,
-            num_held,
-        )
         groups = (shape.num_groups, shape.num_heads)
+        num_kept = len(x) - num_guesses
+        sizes = (num_kept, num_guesses)
+        rows = [tensor.split(sizes) for tensor in (*of_heads, decays, betas)]
+        out, matrices = advance(
+            *(kept for kept, _ in rows), matrices, weights, num_held
+        )
         self.set_matrices(layer, blocks, matrices.unflatten(0, groups))
+        if num_guesses:
+            guessed, _ = advance(*(guesses for _, guesses in rows), matrices, weights)
+            out = torch.cat((out, guessed))
         return out.flatten(1)
 
     def convolve(
@@ -155,12 +155,16 @@ class StateBytes:
         weights: StateWeights,
         blocks: Sequence[int],
         start: int,
+        num_guesses: int = 0,
     ) -> Tensor:
-        """Return the channels of a sequence's tokens, `[num_tokens, groups, channels]` in fp32."""
+        """Return the channels of a sequence's tokens, `[num_tokens, groups, channels]` in fp32.
+
+        The last inputs are kept without the last `num_guesses`.
+        """
         size = (self._layout.shape.num_groups, self._layout.shape.num_channels)
         tail = self.tail(layer, blocks)
         mixed = convolve(
-            x[:, : size[0] * size[1]].view(-1, *size), start, tail, weights
+            x[:, : size[0] * size[1]].view(-1, *size), start, tail, weights, num_guesses
         )
         self.set_tail(layer, blocks, tail)
         return mixed
@@ -205,10 +209,11 @@ def convolve(
     # [groups, taps, channels]: inputs by position modulo `taps`; it changes.
     tail: Tensor,
     weights: StateWeights,
+    num_guesses: int = 0,  # the last tokens, which do not change it
 ) -> Tensor:
     """Return the convolution of each channel with its last inputs, shaped as `x`, in fp32."""
     num_taps = tail.shape[1]
-    end = start + len(x)
+    end = start + len(x) - num_guesses
     before = range(start - num_taps + 1, start)
     earlier = [
         tail[:, at % num_taps] if at >= 0 else torch.zeros_like(tail[:, 0])

@@ -3,6 +3,7 @@
 from baton.model.families.family import (
     ALWAYS,
     MROPE,
+    MTP,
     NEVER,
     SHARED_EXPERT,
     Experts,
@@ -44,6 +45,7 @@ STATES = (
         partial_rotary_factor=0.25,
         state=StateLayers(joins_inputs=True),
         experts=SHARED_EXPERT,
+        draft=MTP,
         guessing=("mtp.",),
     ),
     Family(
@@ -61,6 +63,7 @@ STATES = (
         partial_rotary_factor=0.25,
         rope_types=MROPE,
         state=StateLayers(),
+        draft=MTP,
         guessing=("mtp.",),
     ),
     Family(
@@ -88,6 +91,7 @@ STATES = (
         rope_types=MROPE,
         state=StateLayers(),
         experts=SHARED_EXPERT,
+        draft=MTP,
         guessing=("mtp.",),
     ),
     Family(

@@ -34,6 +34,7 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     # The blocks of the sequence's state, if the model has one.
     state: tuple[int, ...] = ()
     num_held: int = 0  # the first tokens, which the state has already
+    num_guesses: int = 0  # the last tokens, without which the state is kept
 
     @property
     def end(self) -> int:
@@ -461,6 +462,7 @@ class PlainBackend:
                     weights,
                     one.state,
                     one.start,
+                    one.num_guesses,
                 )
                 for one in self._batch.chunks
             ]
@@ -481,6 +483,7 @@ class PlainBackend:
                     chunk.state,
                     chunk.start,
                     chunk.num_held,
+                    chunk.num_guesses,
                 )
             )
         out = torch.cat(parts)

@@ -143,8 +143,14 @@ class CpuBackend:
         if self._states is not None:
             self._state_work = state_work(
                 [
-                    (one.row, one.length, one.start, one.num_held)
-                    for one in batch.chunks
+                    (
+                        chunk.row,
+                        chunk.length,
+                        chunk.start,
+                        chunk.num_held,
+                        chunk.num_guesses,
+                    )
+                    for chunk in batch.chunks
                 ],
                 [*chain.from_iterable(one.state for one in batch.chunks)],
             )

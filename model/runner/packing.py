@@ -298,6 +298,7 @@ class Packer:
                     part.block_table,
                     part.state,
                     part.num_held,
+                    part.num_guesses,
                 )
             )
             lists.before += range(len(lists.ids), len(lists.ids) + len(part.targets))

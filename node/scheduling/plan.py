@@ -44,7 +44,7 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     lora: str = ""  # the adapter's name
     pooling: Pooling | None = None  # which of its rows are wanted, if they are
     # The blocks of the sequence's state, if the model has any. It is that of the positions below
-    # start + num_held, and the step makes it that of all positions.
+    # start + num_held, and the step makes it that of all positions but the guesses'.
     state: tuple[int, ...] = ()
     num_held: int = 0
     # Where the model has a head that drafts: the first rows, whose keys and values the blocks have

@@ -317,7 +317,10 @@ class Sequence:
         return pooling if is_wanted or pooling == "mean" else None
 
     def _advance_state(self, start: int, end: int) -> int:
-        """Return how many tokens of a slice the state has, because a sample was refused."""
+        """Return how many tokens of a slice the state has, and let it have those before `end`.
+
+        It has some if a sample was refused or the last token is computed again.
+        """
         if not self.state:
             return 0
         num_held = self.num_state_tokens - start
@@ -347,6 +350,8 @@ class Sequence:
             num_wrong = 1 + done.num_guesses - len(tokens)
             self.num_computed_tokens -= num_wrong
             self.num_planned_tokens = self.num_computed_tokens
+            if self.state:  # it has no guesses, and goes through the right ones again
+                self.num_repeated = self.num_computed_tokens - self.num_state_tokens
         self.has_sampled = bool(tokens)
         # Its last token is computed again for its logits.
         if done.samples and not tokens:

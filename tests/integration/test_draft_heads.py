@@ -15,7 +15,13 @@ from baton.protocol.messages import Role
 from baton.protocol.sampling import SamplingParams
 from tests.support.checkpoints import tiny_cluster
 from tests.support.cluster import Cluster
-from tests.support.draft_heads import NextnReference, nextn_folder
+from tests.support.depth import nightly
+from tests.support.draft_heads import (
+    NextnReference,
+    eagle_folder,
+    eagle_model,
+    nextn_folder,
+)
 from tests.support.node_threads import NodeThreads
 from tests.support.oracle import prompt
 from tests.support.stream_reader import StreamReader
@@ -25,12 +31,19 @@ NUM_DRAFTS = 3
 HEAD = {"num_speculative_tokens": NUM_DRAFTS, "speculative_method": "mtp"}
 
 
+def head_of(kind: str) -> dict[str, object]:
+    if kind != "eagle3":
+        return {**HEAD}
+    draft = str(eagle_folder())
+    return {**HEAD, "speculative_method": "eagle3", "speculative_model": draft}
+
+
 def config_of(
     kind: str, engine: dict[str, object], **sections: object
 ) -> ClusterConfig:
     return tiny_cluster(
-        nextn_folder(kind),
-        cache={"num_blocks": 300},
+        eagle_model() if kind == "eagle3" else nextn_folder(kind),
+        cache={"num_blocks": 900},
         engine={"max_num_batched_tokens": 40, **engine},
         router={"local_prefill": "never"},
         transfer={"verify_kv": True},
@@ -106,22 +119,29 @@ def test_drafts_behind_a_handoff_are_those_of_plain_torch(tmp_path, monkeypatch)
     [
         ("glm4_moe", 1, 1),
         ("deepseek_v3", 1, 2),
-        pytest.param("glm4_moe", 2, 1, marks=pytest.mark.release),
-        pytest.param("glm4_moe", 2, 2, marks=pytest.mark.release),
+        ("qwen3_5_text", 2, 1),
+        nightly("qwen3_next", 1, 2),
+        nightly("glm4_moe", 2, 1),
+        nightly("glm4_moe", 2, 2),
+        nightly("eagle3", 1, 2),
+        nightly("eagle3", 2, 1),
     ],
 )
 def test_ranks_of_any_number_say_the_same_with_a_head(kind, prefill, decode, tmp_path):
     ranks: dict[Role, int] = {"prefill": prefill, "decode": decode}
     outputs = []
-    for name, engine in (("head", HEAD), ("none", {})):
+    for name, engine in (("head", head_of(kind)), ("none", {})):
         folder = tmp_path / name
         folder.mkdir()
-        cluster = NodeThreads(folder, config_of(kind, dict(engine)), ranks=ranks)
+        cluster = NodeThreads(folder, config_of(kind, engine), ranks=ranks)
         outputs.append(cluster.run(all_at_once))
     assert outputs[0] == outputs[1]
 
 
-def test_streams_whose_node_is_killed_go_on_with_the_same_tokens(tmp_path):
+@pytest.mark.parametrize(
+    "kind", ["deepseek_v3", nightly("qwen3_5_text"), nightly("eagle3")]
+)
+def test_streams_whose_node_is_killed_go_on_with_the_same_tokens(kind, tmp_path):
     body: dict[str, Any] = {
         "model": "tiny",
         "prompt": prompt(50),
@@ -131,10 +151,10 @@ def test_streams_whose_node_is_killed_go_on_with_the_same_tokens(tmp_path):
         "return_token_ids": True,
     }
     said = []
-    for name, engine in (("none", {}), ("head", HEAD)):
+    for name, engine in (("none", {}), ("head", head_of(kind))):
         folder = tmp_path / name
         folder.mkdir()
-        with Cluster(folder, config_of("deepseek_v3", dict(engine))) as cluster:
+        with Cluster(folder, config_of(kind, engine)) as cluster:
             readers = [
                 StreamReader(cluster, body | {"temperature": of}) for of in (0, 0.9)
             ]

@@ -127,6 +127,7 @@ class CheckedModel:
 
     def _compute(self, part: Slice) -> tuple[int, ...]:
         context = self._before(part)
+        kept = context
         sampled = []
         allows = self._rule_of(part)
         for position in range(part.start, part.start + part.length):
@@ -138,7 +139,10 @@ class CheckedModel:
             self.write(
                 part.block_table[position // BLOCK_SIZE], position % BLOCK_SIZE, context
             )
-            if position + 1 < part.start + part.length - part.num_guesses:
+            num_after = part.start + part.length - part.num_guesses - position - 1
+            if num_after >= 0:
+                kept = context
+            if num_after > 0:
                 continue
             for choice in part.samples if allows is not None else ():
                 assert part.sampling is not None
@@ -148,7 +152,7 @@ class CheckedModel:
                 self._sampled[part.key.of_choice(choice), position + 1] = token
                 sampled.append(token)
         for block in part.state:
-            self.write_state(block, context)
+            self.write_state(block, kept)  # without guesses
         return tuple(sampled)
 
     def _rule_of(self, part: Slice) -> Callable[[int], bool] | None:

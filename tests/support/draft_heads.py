@@ -4,7 +4,7 @@ import json
 import shutil
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,14 +18,55 @@ from tools.draft_head.draft import Draft, DraftShape
 NUM_LAYERS = 3  # of the model; the layer behind them drafts
 
 
+class HeadNames(NamedTuple):
+    """What a folder calls the tensors of a layer that drafts, and what it leaves to the model."""
+
+    block: str = f"model.layers.{NUM_LAYERS}."
+    layer: str = f"model.layers.{NUM_LAYERS}."
+    embedding_norm: str = "enorm"
+    hidden_norm: str = "hnorm"
+    joint: str = "eh_proj"
+    norm: str = "shared_head.norm"
+    head: str = "shared_head.head"  # empty: the model's
+    norm_offset: float = 0.0  # that is added to the weights of norms
+    feeds_normed: bool = False
+    fields: dict[str, Any] = {}  # of the whole model
+
+
+QWEN = HeadNames(
+    block="mtp.",
+    layer="mtp.layers.0.",
+    embedding_norm="pre_fc_norm_embedding",
+    hidden_norm="pre_fc_norm_hidden",
+    joint="fc",
+    norm="norm",
+    head="",
+    norm_offset=1.0,
+    feeds_normed=True,
+    fields={"layer_types": ("linear_attention", "full_attention") * 2},
+)
+NAMES = {"qwen3_5_text": QWEN, "qwen3_next": QWEN, "qwen3_5_moe_text": QWEN}
+
+
+def names_of(kind: str) -> HeadNames:
+    return NAMES.get(kind, HeadNames())
+
+
 def _norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
 
 
+def _whole_folder(kind: str) -> Path:
+    """A random model with one more layer, which becomes the one that drafts."""
+    fields = names_of(kind).fields
+    return foreign_folder(kind, num_hidden_layers=NUM_LAYERS + 1, **fields)
+
+
 @cache
 def nextn_folder(kind: str, seed: int = 0) -> Path:
-    """A random model whose last layer is one that drafts, as DeepSeek-V3 has it."""
-    whole = foreign_folder(kind, num_hidden_layers=NUM_LAYERS + 1)
+    """A random model whose last layer is one that drafts, under the names of its family."""
+    whole = _whole_folder(kind)
+    names = names_of(kind)
     folder = scratch_folder(f"{kind}-nextn")
     config = json.loads((whole / "config.json").read_bytes())
     for name, value in config.items():
@@ -34,23 +75,29 @@ def nextn_folder(kind: str, seed: int = 0) -> Path:
     config |= {"num_hidden_layers": NUM_LAYERS, "num_nextn_predict_layers": 1}
     (folder / "config.json").write_text(json.dumps(config))
     hidden = config["hidden_size"]
-    tensors = load_file(whole / "model.safetensors")
+    last = HeadNames().layer
+    tensors = {
+        name.replace(last, names.layer): tensor
+        for name, tensor in load_file(whole / "model.safetensors").items()
+    }
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int, scale: float) -> Tensor:
         return torch.randn(shape, generator=generator) * scale
 
-    block = f"model.layers.{NUM_LAYERS}."
-    tensors |= {
-        f"{block}enorm.weight": 1 + random(hidden, scale=0.1),
-        f"{block}hnorm.weight": 1 + random(hidden, scale=0.1),
-        f"{block}eh_proj.weight": random(hidden, 2 * hidden, scale=hidden**-0.5),
-        f"{block}shared_head.norm.weight": 1 + random(hidden, scale=0.1),
-        f"{block}shared_head.head.weight": random(
-            config["vocab_size"], hidden, scale=0.3
-        ),
-        f"{block}embed_tokens.weight": tensors["model.embed_tokens.weight"].clone(),
-    }
+    block = names.block
+    for norm in (names.embedding_norm, names.hidden_norm):
+        weight = 1 - names.norm_offset + random(hidden, scale=0.1)
+        tensors[f"{block}{norm}.weight"] = weight
+    joint = random(hidden, 2 * hidden, scale=hidden**-0.5)
+    tensors[f"{block}{names.joint}.weight"] = joint
+    weight = 1 - names.norm_offset + random(hidden, scale=0.1)
+    tensors[f"{block}{names.norm}.weight"] = weight
+    if names.head:
+        head = random(config["vocab_size"], hidden, scale=0.3)
+        tensors[f"{block}{names.head}.weight"] = head
+        embedding = tensors["model.embed_tokens.weight"].clone()
+        tensors[f"{block}embed_tokens.weight"] = embedding
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     write_tokenizer(folder, config["vocab_size"])
     return folder
@@ -59,18 +106,21 @@ def nextn_folder(kind: str, seed: int = 0) -> Path:
 @cache
 def knowing_folder(kind: str) -> Path:
     """The same, but what follows depends on the last token alone, and the head knows it."""
+    names = names_of(kind)
     folder = scratch_folder(f"{kind}-knowing")
     shutil.copytree(nextn_folder(kind), folder, dirs_exist_ok=True)
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
+        if name.endswith(("o_proj.weight", "down_proj.weight", "out_proj.weight")):
             tensor.zero_()
-        if name.endswith(("norm.weight", "layernorm.weight")):
-            tensor.fill_(1.0)
-    block = f"model.layers.{NUM_LAYERS}."
-    joint = tensors[f"{block}eh_proj.weight"]
+        is_norm = "norm" in name.split(".")[-2]
+        if is_norm and not name.endswith("linear_attn.norm.weight"):
+            tensor.fill_(1.0 - names.norm_offset)
+    joint = tensors[f"{names.block}{names.joint}.weight"]
     joint.zero_()[:, : len(joint)] = torch.eye(len(joint))
-    tensors[f"{block}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    if names.head:
+        head = tensors["lm_head.weight"].clone()
+        tensors[f"{names.block}{names.head}.weight"] = head
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -79,17 +129,22 @@ class NextnReference:
     """Drafts with the layers of transformers, a whole text at a time in fp32."""
 
     def __init__(self, kind: str) -> None:
+        self.names = names_of(kind)
         self.tensors = load_file(nextn_folder(kind) / "model.safetensors")
-        whole = foreign_folder(kind, num_hidden_layers=NUM_LAYERS + 1)
         auto: Any = AutoModelForCausalLM
         model = auto.from_pretrained(
-            whole, dtype=torch.float32, attn_implementation="eager"
+            _whole_folder(kind), dtype=torch.float32, attn_implementation="eager"
         )
         self.base = model.eval().model
+        self.drafting = self.base.layers[NUM_LAYERS]
+        self.base.layers = self.base.layers[:NUM_LAYERS]
         self.eps = self.base.config.rms_norm_eps
 
     def drafts(self, token_ids: list[int], count: int) -> list[int]:
         """What may follow a text."""
+        head = self.tensors["lm_head.weight"]
+        if self.names.head:
+            head = self._weight(self.names.head)
         with torch.inference_mode():
             states = [
                 torch.zeros(self.base.config.hidden_size),
@@ -100,27 +155,28 @@ class NextnReference:
             drafts: list[int] = []
             for _ in range(count):
                 stream = self._layer(text, torch.stack(states))[-1]
-                normed = _norm(stream, self._weight("shared_head.norm"), self.eps)
-                drafts.append(int((self._weight("shared_head.head") @ normed).argmax()))
+                normed = self._normed(stream, self.names.norm)
+                drafts.append(int((head @ normed).argmax()))
                 text.append(drafts[-1])
-                states.append(stream)
+                states.append(normed if self.names.feeds_normed else stream)
         return drafts
 
     def _weight(self, name: str) -> Tensor:
-        return self.tensors[f"model.layers.{NUM_LAYERS}.{name}.weight"]
+        return self.tensors[f"{self.names.block}{name}.weight"]
+
+    def _normed(self, x: Tensor, name: str) -> Tensor:
+        return _norm(x, self._weight(name) + self.names.norm_offset, self.eps)
 
     def _hidden(self, token_ids: list[int]) -> Tensor:
-        x = self.base.embed_tokens(torch.tensor([token_ids]))
-        for layer in self.base.layers[:NUM_LAYERS]:
-            x = self._through(layer, x)
-        return self.base.norm(x)[0]
+        hidden: Tensor = self.base(torch.tensor([token_ids])).last_hidden_state
+        return hidden[0]
 
     def _layer(self, token_ids: list[int], states: Tensor) -> Tensor:
         embedded = self.base.embed_tokens(torch.tensor(token_ids))
-        embedded = _norm(embedded, self._weight("enorm"), self.eps)
-        hidden = _norm(states, self._weight("hnorm"), self.eps)
-        x = torch.cat((embedded, hidden), dim=1) @ self._weight("eh_proj").T
-        return self._through(self.base.layers[NUM_LAYERS], x[None])[0]
+        embedded = self._normed(embedded, self.names.embedding_norm)
+        hidden = self._normed(states, self.names.hidden_norm)
+        x = torch.cat((embedded, hidden), dim=1) @ self._weight(self.names.joint).T
+        return self._through(self.drafting, x[None])[0]
 
     def _through(self, layer: Any, x: Tensor) -> Tensor:
         length = x.shape[1]

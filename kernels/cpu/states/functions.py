@@ -33,7 +33,7 @@ class StateWork:
     """The chunks of one step."""
 
     tables: NDArray[np.int32]  # the blocks of all states, one after the other
-    items: NDArray[np.int64]  # [num_items, 5]
+    items: NDArray[np.int64]  # [num_items, 6]
     num_tokens: int
 
     @property
@@ -42,19 +42,19 @@ class StateWork:
 
 
 def state_work(
-    chunks: Sequence[tuple[int, int, int, int]], blocks: Sequence[int]
+    chunks: Sequence[tuple[int, int, int, int, int]], blocks: Sequence[int]
 ) -> StateWork:
     """Return chunks of sequences whose states have as many blocks each, in order.
 
-    A chunk is its first row, its tokens, its first position, and how many of its tokens the state
-    has already.
+    A chunk is its first row, its tokens, its first position, how many of its first tokens the state
+    has already, and how many of the last are guesses, without which the state is kept.
     """
     per_state = len(blocks) // len(chunks)
     items = [
-        (row, length, start, number * per_state, num_held)
-        for number, (row, length, start, num_held) in enumerate(chunks)
+        (row, length, start, number * per_state, num_held, num_guesses)
+        for number, (row, length, start, num_held, num_guesses) in enumerate(chunks)
     ]
-    num_tokens = sum(length for _, length, _, _ in chunks)
+    num_tokens = sum(length for _, length, *_ in chunks)
     return StateWork(np.array(blocks, np.int32), np.array(items, np.int64), num_tokens)
 
 

@@ -35,8 +35,9 @@ from baton.kernels.cpu.vectors import (
     total,
 )
 
-# Of an item: first row, tokens, first position, start of its blocks, tokens it holds.
-FIELDS = 5
+# Of an item: first row, tokens, first position, start of its blocks, how many of the first tokens
+# the state has already, and how many of the last it does not keep.
+FIELDS = 6
 
 
 @inlined
@@ -95,7 +96,8 @@ def convolve(
 ) -> None:
     """Convolve each channel with its last inputs, and keep the inputs by position modulo `taps`.
 
-    A token that is computed once more finds the inputs before it, and writes its own again.
+    A token that is computed once more finds the inputs before it, and writes its own again; one
+    that the state will not keep writes nothing.
     """
     size = taps * channels
     for unit in range(first_unit, end_unit):
@@ -103,6 +105,7 @@ def convolve(
         group = unit % groups
         row = items[item]
         length = items[item + 1]
+        num_kept = length - items[item + 5]
         position = items[item + 2]
         blocks = shift(pool, group * stride_part)
         table = shift(tables, items[item + 3])
@@ -132,7 +135,7 @@ def convolve(
                 if activates:
                     value = value * sigmoid(value)
                 store_first(target, token * groups * channels + c, value, count)
-        for token in range(max(length - taps, 0), length):
+        for token in range(max(num_kept - taps, 0), num_kept):
             kept = shift(scratch, (position + token) % taps * channels)
             for c in range(channels):
                 kept[c] = source[token * stride_x + c]
@@ -210,6 +213,7 @@ def advance_states(
 ) -> None:
     """Let each head's matrix go through the tokens of each item, and read it after each token.
 
+    The pool keeps the matrix without the last tokens, if these are guesses.
     A matrix S becomes `decay * S + key ⊗ delta`, with `delta = beta * value`, or, if it `corrects`,
     `beta * (value - key (decay * S))`. The result is `query S + skip * value`.
     """
@@ -228,6 +232,7 @@ def advance_states(
         position = items[item + 2]
         table = shift(tables, items[item + 3])
         num_held = items[item + 4]
+        num_kept = length - items[item + 5]
         blocks = shift(pool, group * stride_part)
         key_head = own * key_heads // group_heads
         start = shift(x, row * width + group * (width // groups))
@@ -239,9 +244,10 @@ def advance_states(
         target = shift(out, gates * value_dim)
         for strip in range(strips):
             offset = offsets[own * strips + strip]
-            is_whole = offset % part + size <= part
+            # A guess may be wrong, so the matrix after it is not that of the pool.
+            is_in_place = num_kept == length and offset % part + size <= part
             matrix = flat
-            if is_whole:
+            if is_in_place:
                 matrix = shift(
                     blocks, table[offset // part] * stride_block + offset % part
                 )
@@ -250,31 +256,35 @@ def advance_states(
             if position == 0:
                 for i in range(0, size, WIDTH):
                     store(matrix, i, every(ZERO))
-            _advance_strip(
-                scratch,
-                padded,
-                queries,
-                keys,
-                values,
-                width,
-                length,
-                num_held,
-                key_dim,
-                value_dim,
-                is_normed,
-                scale,
-                corrects,
-                shift(decays, gates * num_decays),
-                by_key,
-                shift(betas, gates),
-                heads,
-                skip,
-                matrix,
-                strip * STRIP,
-                target,
-            )
-            if not is_whole:
-                copy_part(flat, blocks, table, offset, size, part, stride_block, 1)
+            first = 0
+            while first < length:
+                end = num_kept if first < num_kept else length
+                _advance_strip(
+                    scratch,
+                    padded,
+                    shift(queries, first * width),
+                    shift(keys, first * width),
+                    shift(values, first * width),
+                    width,
+                    end - first,
+                    num_held - first,
+                    key_dim,
+                    value_dim,
+                    is_normed,
+                    scale,
+                    corrects,
+                    shift(decays, (gates + first * heads) * num_decays),
+                    by_key,
+                    shift(betas, gates + first * heads),
+                    heads,
+                    skip,
+                    matrix,
+                    strip * STRIP,
+                    shift(target, first * heads * value_dim),
+                )
+                if end == num_kept and not is_in_place:
+                    copy_part(flat, blocks, table, offset, size, part, stride_block, 1)
+                first = end
 
 
 @kernel

@@ -96,12 +96,14 @@ class Case:
         first = 1 + number * self.layout.num_blocks
         return tuple(reversed(range(first, first + self.layout.num_blocks)))
 
-    def compute(
-        self, x: Tensor, *chunks: tuple[int, int, int, int], first: int = 0
-    ) -> Tensor:
-        """Rows of sequences `first`, `first + 1`, …: (row, tokens, start, tokens held) each."""
+    def compute(self, x: Tensor, *chunks: tuple[int, ...], first: int = 0) -> Tensor:
+        """Rows of sequences `first`, `first + 1`, …, as `state_work` takes them.
+
+        The last number, of guesses, may be left out.
+        """
         tables = [block for i in range(len(chunks)) for block in self.blocks(first + i)]
-        work = state_work(chunks, tables)
+        every = [(*chunk, 0)[:5] for chunk in chunks]
+        work = state_work(every, tables)
         mixed = self.states.convolve(x, LAYER, work, self.weights)
         steps = self.states.gate_steps(x, self.gates)
         out = self.states.advance(mixed, LAYER, work, self.weights, *steps)
@@ -171,6 +173,45 @@ def test_a_token_that_the_state_has_already_is_read_again_with_the_same_bits(by_
     again = case.compute(x[8:], (0, 1, 8, 1))
     assert torch.equal(again, whole[8:])
     assert torch.equal(case.pool.nan_to_num(), state.nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [{}, {"corrects": False}, {"by_key": True}], ids=str)
+@pytest.mark.parametrize("name", SHAPES)
+def test_guesses_are_computed_as_other_tokens_and_leave_no_trace(name, kind, dtype):
+    """Two guesses are right and one is wrong, in the middle of a crowd and on two threads."""
+    case = Case(name, dtype, **kind)
+    x = case.inputs(20)
+    others = case.inputs(20)
+    whole = case.compute(x, (0, 20, 0, 0))
+    state = case.pool[list(case.blocks(0))].clone()
+    wrong = torch.cat((x[:12], case.inputs(1), x[13:]))
+    with num_threads(2):
+        parts = [case.compute(x[:9], (0, 9, 0, 0))]
+        crowd = torch.cat((wrong[9:13], others[:20]))
+        mixed = case.compute(crowd, (0, 4, 9, 0, 3), (4, 20, 0, 0, 6))
+        parts.append(mixed[:3])
+        # The state has the token before the guesses, so the right ones go through it again.
+        rest = case.compute(x[10:], (0, 10, 10, 0))
+    assert torch.equal(rest[:2], mixed[1:3])
+    assert not torch.equal(rest[2], mixed[3])
+    assert torch.equal(torch.cat((*parts, rest[2:])), whole)
+    assert torch.equal(case.pool[list(case.blocks(0))].nan_to_num(), state.nan_to_num())
+
+
+@pytest.mark.parametrize("kind", [{}, {"corrects": False}, {"by_key": True}], ids=str)
+def test_the_reference_keeps_no_guess_either(kind):
+    case = Case("small", torch.float32, **kind)
+    x = case.inputs(9)
+    kept = case.pool.clone()
+    case.expected(x[:6], kept)
+    guessing = case.pool.clone()
+    states = StateBytes(guessing, case.layout)
+    gates = reference.gate_steps(x, case.gates)
+    read = states.advance(LAYER, x, case.weights, *gates, case.blocks(0), 0, 0, 3)
+    torch.testing.assert_close(guessing, kept, equal_nan=True)
+    ours = reference.gated_norm(read, x, case.weights, EPS)
+    torch.testing.assert_close(ours, case.expected(x, case.pool.clone()))
 
 
 def test_the_states_of_half_the_groups_are_half_of_each_block():

@@ -31,7 +31,8 @@ from tests.support.drive import key
 from tests.support.foreign_checkpoints import foreign_folder
 from tests.support.oracle import prompt
 
-KINDS = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")
+STATES = ("qwen3_5_text", "qwen3_next")
+KINDS = ("glm4_moe", "deepseek_v3", "glm4_moe_lite", *STATES)
 NUM_DRAFTS = 3
 LIMITS = NodeLimits(
     max_num_batched_tokens=32,
@@ -64,7 +65,9 @@ class Served:
     num_steps: int = 0
 
     def __post_init__(self) -> None:
-        self.pool = BlockPool(self.num_blocks, 16)
+        states = self.runner.cache.states
+        state_blocks = 0 if states is None else states.num_blocks
+        self.pool = BlockPool(self.num_blocks, 16, state_blocks=state_blocks)
         self.scheduler = DecodeScheduler(self.pool, self.limits)
 
     def add(self, name: str, text: list[int], sampling: Sampling) -> None:
@@ -146,6 +149,8 @@ def test_drafts_are_those_of_plain_torch_whole_chunked_and_cached(kind):
         ("glm4_moe", 0.0, 2),
         ("glm4_moe", 0.8, 1),
         ("deepseek_v3", 0.8, 2),
+        ("qwen3_next", 0.0, 2),
+        ("qwen3_5_text", 0.8, 1),
         ("eagle3", 0.8, 1),
     ],
 )
@@ -165,8 +170,9 @@ def test_tokens_do_not_depend_on_drafts(kind, temperature, depth):
     assert served.pool.num_owned == 0
 
 
-def test_a_head_that_is_always_right_saves_most_steps():
-    with loaded(drafting(knowing_folder("glm4_moe"))) as runner:
+@pytest.mark.parametrize("kind", ["glm4_moe", *STATES])
+def test_a_head_that_is_always_right_saves_most_steps(kind):
+    with loaded(drafting(knowing_folder(kind))) as runner:
         served = Served(runner)
         served.add("r", prompt(20), sampling(41))
         served.run()

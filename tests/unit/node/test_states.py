@@ -26,6 +26,7 @@ from tests.support.drive import (
     prefill_drive,
     result_of,
 )
+from tests.unit.node.test_speculation import in_circles
 
 STATE = 3
 PROMPT = [7 * n % 50 for n in range(1, 23)]
@@ -148,16 +149,29 @@ def test_a_sequence_that_is_preempted_or_cancelled_gives_its_state_back():
     assert drive.pool.num_owned == 0
 
 
-def test_no_token_is_guessed():
-    limits = msgspec.structs.replace(
-        LIMITS, engine=EngineConfig(num_speculative_tokens=4)
-    )
-    drive = decode_drive(limits=limits, state_blocks=STATE)
-    repeating = [1, 2, 3, 4] * 5
-    drive.scheduler.add(0.0, 0, local("r", repeating, 12))
-    drive.run(depth=2)
-    assert all(not part.num_guesses for plan in drive.plans for part in plan.slices)
-    assert drive.output("r", repeating) == continuation(repeating, 12)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_guesses_save_steps_and_leave_no_trace_in_a_state(depth):
+    """What is right of them goes through the state in the step after."""
+    num_steps = []
+    prompt = [9, 8, 7]
+    for num_guesses in (0, 4):
+        engine = EngineConfig(num_speculative_tokens=num_guesses)
+        limits = msgspec.structs.replace(LIMITS, engine=engine)
+        drive = decode_drive(limits=limits, state_blocks=STATE)
+        drive.model.says = in_circles
+        drive.scheduler.add(0.0, 0, local("r", prompt, 60, 2))
+        drive.run(depth=depth)
+        for choice in range(2):
+            expected = continuation(prompt, 60, choice, in_circles)
+            assert drive.output("r", prompt, choice) == expected
+        counts = drive.pool.counts
+        assert counts.spec_decode_accepted_tokens < counts.spec_decode_draft_tokens or (
+            not num_guesses
+        )
+        assert (counts.spec_decode_accepted_tokens > 0) == bool(num_guesses)
+        assert drive.pool.num_owned == 0
+        num_steps.append(len(drive.plans))
+    assert num_steps[1] < 0.75 * num_steps[0]
 
 
 def computed(drive: Drive, name: str) -> list[tuple[int, int]]:
