@@ -135,17 +135,32 @@ class StateBytes:
             heads = mixed[:, :, first : first + count].unflatten(2, (-1, width))
             copies = shape.num_heads // heads.shape[2]
             of_heads.append(heads.repeat_interleave(copies, dim=2).flatten(1, 2))
+        queries, keys_of_heads, values_of_heads = of_heads
         groups = (shape.num_groups, shape.num_heads)
-        num_kept = len(x) - num_guesses
-        sizes = (num_kept, num_guesses)
-        rows = [tensor.split(sizes) for tensor in (*of_heads, decays, betas)]
+        kept = slice(len(x) - num_guesses)
+        guessed = slice(len(x) - num_guesses, None)
         out, matrices = advance(
-            *(kept for kept, _ in rows), matrices, weights, num_held
+            queries[kept],
+            keys_of_heads[kept],
+            values_of_heads[kept],
+            decays[kept],
+            betas[kept],
+            matrices,
+            weights,
+            num_held,
         )
         self.set_matrices(layer, blocks, matrices.unflatten(0, groups))
         if num_guesses:
-            guessed, _ = advance(*(guesses for _, guesses in rows), matrices, weights)
-            out = torch.cat((out, guessed))
+            of_guesses, _ = advance(
+                queries[guessed],
+                keys_of_heads[guessed],
+                values_of_heads[guessed],
+                decays[guessed],
+                betas[guessed],
+                matrices,
+                weights,
+            )
+            out = torch.cat((out, of_guesses))
         return out.flatten(1)
 
     def convolve(
