@@ -11,7 +11,7 @@ the search, and never from a measured time.
 import hashlib
 import itertools
 from collections.abc import Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -63,7 +63,7 @@ class HostLinears:
         """Take all numbers of threads that a step may use; bits must be equal with each of them."""
         self._num_kinds = num_kinds
         self._progress = progress
-        self._thread_counts = thread_counts
+        self._thread_counts = tuple(thread_counts)
         self._compiled = compiled
         self._trial = b"" if compiled is None else trial_of(compiled)
         self._found: dict[WeightKind, Found] = {}
@@ -93,7 +93,7 @@ class HostLinears:
         )
         if kind not in self._found:
             self._progress("row rules", len(self._found), self._num_kinds)
-            self._found[kind] = find(kind, self._thread_counts)
+            self._found[kind] = find(kind, self._num_threads())
             _warn(kind, self._found[kind].rule)
         is_packed, rule = self._found[kind]
         form = packed(weight) if is_packed else weight
@@ -160,9 +160,12 @@ class HostLinears:
         outputs, inputs = weight.shape
         kind = WeightKind(outputs, inputs, weight.dtype, bias is not None, TILES[-1])
         if kind not in self._unpacked:
-            self._unpacked[kind] = find(kind, self._thread_counts, may_pack=False)
+            self._unpacked[kind] = find(kind, self._num_threads(), may_pack=False)
             _warn(kind, self._unpacked[kind].rule)
         return Linear(weight, bias, self._unpacked[kind].rule)
+
+    def _num_threads(self) -> tuple[int, ...]:
+        return self._thread_counts or (torch.get_num_threads(),)
 
 
 def trial_of(compiled: CpuLinears) -> bytes:
@@ -172,10 +175,14 @@ def trial_of(compiled: CpuLinears) -> bytes:
     return hashlib.blake2b(bits.numpy().tobytes(), digest_size=16).digest()
 
 
+@cache
 def find(
-    kind: WeightKind, thread_counts: Sequence[int] = (), *, may_pack: bool = True
+    kind: WeightKind, thread_counts: tuple[int, ...], *, may_pack: bool = True
 ) -> Found:
-    """Return packed layers if they have a rule, else plain ones if they have, else the fastest."""
+    """Return packed layers if they have a rule, else plain ones if they have, else the fastest.
+
+    The library of a process does not change, so each kind is searched once in a process.
+    """
     weight = trial_weight(kind.outputs, kind.inputs, kind.dtype)
     bias = trial_bias(kind.outputs, kind.dtype) if kind.has_bias else None
     rows = trial_rows(kind.inputs, kind.dtype)

@@ -14,6 +14,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 import torch
@@ -133,7 +134,8 @@ def tiles_for(
     return tuple(tiles)
 
 
-def plan_pieces(tiles: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+@cache
+def plan_pieces(tiles: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """Return, for each number of rows up to the largest tile, the cheapest pieces."""
     best: list[tuple[int, tuple[int, ...]]] = [(0, ())]
     for num_rows in range(1, max(tiles) + 1):
@@ -144,6 +146,7 @@ def plan_pieces(tiles: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(pieces, reverse=True)) for _, pieces in best)
 
 
+@cache
 def arrangement(pool_size: int, tile: int, passes: int) -> Tensor:
     """Return which row of the pool stands at each place of each product: `[num_products, tile]`."""
     num_products = _num_products(tile, pool_size, passes)
@@ -210,12 +213,12 @@ def _best_class(trials: Sequence[Trial]) -> list[Trial]:
     proven = [each for each in classes.values() if each[0].tile <= SMALL_TILE]
     return min(
         proven,
-        key=lambda each: _modelled_cost([trial.tile for trial in each]),
+        key=lambda each: _modelled_cost(tuple(trial.tile for trial in each)),
         default=[],
     )
 
 
-def _modelled_cost(tiles: Sequence[int]) -> float:
+def _modelled_cost(tiles: tuple[int, ...]) -> float:
     """Return the summed cost of typical numbers of rows, relative to products of exactly these."""
     largest = max(tiles)
     pieces = plan_pieces(tiles)
