@@ -24,6 +24,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("DO_NOT_TRACK", "1")
 # Many small processes share the cores, and torch's idle threads would spin on them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Some images turn this on, and then each of hundreds of processes would compile all sources anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # How long an example takes says how busy the machine is, and nothing else. A property that names no
 # number of examples gets these; `--hypothesis-profile=release` is what `make test-release` takes.
