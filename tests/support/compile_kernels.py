@@ -415,8 +415,18 @@ def launch(
     *,
     ordered: bool = False,
     group: int = 4,
-) -> Callable[[], object]:
+) -> Callable[[], None]:
     """Return a call of a kernel on CPU tensors, to be compiled and not made."""
+
+    def call() -> None:
+        batch = _batch(row, group)
+        kernel = _prefill if name == "prefill" else _decode
+        kernel(batch, (batch.scale, *how), ordered=ordered)
+
+    return call
+
+
+def _batch(row: Row, group: int) -> Batch:
     dtype, head_dim = row
     is_fp8 = dtype == paged.FP8
     dtype = paged.BF16 if is_fp8 else dtype
@@ -424,18 +434,13 @@ def launch(
         (1100,), (100,), HEADS, HEADS // group, head_dim, dtype=dtype
     )
     batch = attention_batch(shape, "cpu")
-    if is_fp8:
-        batch = dataclasses.replace(batch, pool=in_fp8(batch.pool)[0])
-    how = (batch.scale, *how)
-    if name == "prefill":
-        return partial(_prefill, batch, how, ordered=ordered)
-    batch = dataclasses.replace(batch, q=batch.q[:1])
-    return partial(_decode, batch, how, ordered=ordered)
+    pool = in_fp8(batch.pool)[0] if is_fp8 else batch.pool
+    return dataclasses.replace(batch, pool=pool)
 
 
 def _decode(batch: Batch, how: Sequence[Any], *, ordered: bool) -> None:
     paged_decode_attention(
-        batch.q,
+        batch.q[:1],
         batch.pool,
         1,
         batch.block_tables,

@@ -98,6 +98,11 @@ def interpreter_cases() -> dict[str, Callable[[], str]]:
             _with(one, dtype=bf16, head_dim=80, queries=(45,)), "cpu", 9
         ),
         "caps and sinks": lambda: check_decode_as_prefill(_with(one, **caps), "cpu", 9),
+        "caps and sinks short": lambda: check_decode_as_prefill(
+            _with(one, contexts=(521,), queries=(18,), **(caps | {"window": 509})),
+            "cpu",
+            5,
+        ),
         "decode caps and sinks": lambda: check_decode(
             _with(split, contexts=(600, 0), **caps), "cpu"
         ),
@@ -121,7 +126,7 @@ def interpreter_cases() -> dict[str, Callable[[], str]]:
         "fp8 pool, caps and sinks": lambda: check_fp8_pool(_with(cut, **caps), "cpu"),
         "latent fp32": lambda: check_latent(latent, "cpu", 8, 9),
         "latent fp32 short": lambda: check_latent(
-            _with(latent, contexts=(530, 5), queries=(22, 5)), "cpu", 8, 9
+            _with(latent, contexts=(516, 5), queries=(8, 5), num_heads=2), "cpu", 8, 3
         ),
         "latent bf16": lambda: check_latent(
             _with(
@@ -139,6 +144,13 @@ def interpreter_cases() -> dict[str, Callable[[], str]]:
         ),
         "sparse fp32": lambda: check_sparse(
             _with(latent, contexts=(1060, 23), queries=(3, 7)),
+            "cpu",
+            8,
+            IndexShape(6, 24, 20),
+            2,
+        ),
+        "sparse fp32 short": lambda: check_sparse(
+            _with(latent, contexts=(518, 23), queries=(2, 5), num_heads=2),
             "cpu",
             8,
             IndexShape(6, 24, 20),
@@ -186,6 +198,9 @@ def interpreter_cases() -> dict[str, Callable[[], str]]:
         "penalties bf16": lambda: check_penalties(1500, bf16, "cpu"),
         "product fp32": lambda: check_fixed_product(70, 72, 65, fp32, "cpu"),
         "product in parts": lambda: check_fixed_product(300, 1580, 100, fp32, "cpu", 4),
+        "product in parts short": lambda: check_fixed_product(
+            20, 1580, 35, fp32, "cpu", 4
+        ),
         "product in parts bf16": lambda: check_fixed_product(
             130, 1580, 100, bf16, "cpu", 3
         ),
@@ -196,6 +211,7 @@ def interpreter_cases() -> dict[str, Callable[[], str]]:
         ),
         "four bits by channel": lambda: check_narrow_product(9, 88, 20, 88, "cpu"),
         "fp8": lambda: check_narrow_product(67, 1160, 129, 128, "cpu", is_fp8=True),
+        "fp8 short": lambda: check_narrow_product(19, 264, 20, 128, "cpu", is_fp8=True),
         "experts fp32": lambda: check_grouped_product(
             (3, 0, 70, 1, 0), 72, 65, fp32, "cpu"
         ),

@@ -39,12 +39,10 @@ def compiled(folder: Path, *cases: str) -> Reports:
     return found
 
 
-def test_attention_of_an_8b_model_fits_every_gpu_and_spills_no_register(tmp_path):
-    gpus = ("80", "120")
+def test_attention_of_an_8b_model_fits_a_small_gpu_and_spills_no_register(tmp_path):
+    """On the GPU with the least shared memory."""
     cases = ("decode bf16 128", "prefill bf16 128", "decode fp8 128")
-    reports = compiled(tmp_path, *gpus, *cases)
-    for gpu in gpus:
-        check([report for report in reports if report["gpu"] == gpu], gpu)
+    check(compiled(tmp_path, "120", *cases), "120")
 
 
 @pytest.mark.release

@@ -14,7 +14,7 @@ from tests.support.sources import written_kernels
 pytestmark = pytest.mark.timeout(300)
 # Together they run every kernel.
 QUICK = (
-    "caps and sinks",
+    "caps and sinks short",
     "decode fp32 splits",
     "prefill fp32",
     "rope fp32 norm",
@@ -22,14 +22,14 @@ QUICK = (
     "silu bf16",
     "sampling equals",
     "penalties fp32",
-    "product in parts",
-    "four bits",
-    "fp8",
+    "product in parts short",
+    "four bits in short groups",
+    "fp8 short",
     "experts fp32",
     "sum of experts",
     "latent fp32 short",
     "latent store",
-    "sparse fp32",
+    "sparse fp32 short",
     "blocks bf16",
     "sums of blocks",
     "proof of a pool",

@@ -2,10 +2,14 @@
 
 import json
 import sys
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.checkpoints import model_folder
+from tests.support.foreign_checkpoints import foreign_folder
 from tests.support.module_process import said_by
 
 STEP_KERNELS = {
@@ -43,8 +47,41 @@ SPARSE_KERNELS = {
 }
 GRAPHS = ("graphs", "latent graphs", "sparse graphs")
 
+_WINDOW = {
+    "head_dim": 32,
+    "sliding_window": 16,
+    "layer_types": ("sliding_attention", "full_attention"),
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("qwen3", {}),
+    "latent": ("deepseek_v3", {"n_routed_experts": 4}),
+    "sparse": (
+        "glm_moe_dsa",
+        {"n_routed_experts": 4, "indexer_types": ("full", "shared")},
+    ),
+    "gemma2": ("gemma2", _WINDOW),
+    "gemma3_text": ("gemma3_text", _WINDOW),
+    "gpt_oss": ("gpt_oss", _WINDOW),
+}
 # Far more than it takes on a machine that others use.
 pytestmark = pytest.mark.timeout(300)
+
+
+def model_of(name: str) -> Path:
+    if name == "dense":
+        shape = {
+            "num_layers": 2,
+            "vocab_size": 512,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "sliding_window": 16,
+            "extra": json.dumps({"max_window_layers": 1}),
+        }
+        heads = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
+        return model_folder("qwen3", **shape, **heads)  # type: ignore[arg-type]
+    kind, fields = MODELS[name]
+    with warnings.catch_warnings(action="ignore"):
+        return foreign_folder(kind, num_hidden_layers=2, **fields)
 
 
 @pytest.fixture(
@@ -53,16 +90,17 @@ pytestmark = pytest.mark.timeout(300)
 def found(request):
     if sys.platform != "linux":
         pytest.skip("Triton runs on Linux only")
-    # Between them, the quick ones have windows, sinks, experts, latent rows and an index.
-    models = ("dense", "sparse", "gpt_oss")
+    # Between them, the quick ones have a window, experts, latent rows and an index.
+    names = ("dense", "sparse")
     if request.param == "others":
-        models = ("latent", "gemma2", "gemma3_text")
+        names = ("latent", "gpt_oss", "gemma2", "gemma3_text")
     (line,) = said_by(
-        "tests.support.interpret_kernels", *models, env={"TRITON_INTERPRET": "1"}
+        "tests.support.interpret_models",
+        *(str(model_of(name)) for name in names),
+        env={"TRITON_INTERPRET": "1"},
     )
-    said: dict[str, Any] = json.loads(line)
-    assert set(said) == set(models)
-    return said
+    said: list[dict[str, Any]] = json.loads(line)
+    return dict(zip(names, said, strict=True))
 
 
 def test_the_kernels_behind_the_backend_give_the_same_logits(found):
