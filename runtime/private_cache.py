@@ -5,11 +5,15 @@ Another user who could write there could give this user's processes machine code
 
 import contextlib
 import fcntl
+import hashlib
 import os
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 LOCK_POLL_S = 0.1
+LOCK_WAIT_S = 60.0
 
 
 def cache_folder(name: str) -> Path:
@@ -32,6 +36,51 @@ def check_owner(path: Path) -> None:
     status = path.stat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise ValueError(f"other users can write to {path}")
+
+
+def read_whole(file: Path) -> bytes:
+    """Return what `write_whole` wrote. Raises `OSError` without a file, `ValueError` if it is torn
+    or others can write to it."""
+    check_owner(file.parent)
+    check_owner(file)
+    digest, _, content = file.read_bytes().partition(b"\n")
+    if digest != _digest(content):
+        raise ValueError(f"{file} is damaged")
+    return content
+
+
+def write_whole(file: Path, content: bytes) -> None:
+    """Replace a file as a whole, behind a line with a digest of its content."""
+    make_private(file.parent)
+    descriptor, temporary = tempfile.mkstemp(dir=file.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as target:
+            target.write(_digest(content) + b"\n" + content)
+        Path(temporary).replace(file)
+    except OSError:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).hexdigest().encode()
+
+
+@contextlib.contextmanager
+def compiling_alone(name: str) -> Iterator[None]:
+    """Wait until no other process of this user fills the folder, and make later ones wait.
+
+    If the folder cannot be locked, processes compile side by side. A process that dies leaves no
+    lock behind.
+    """
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError, RuntimeError, ValueError):
+            folder = cache_folder(name)
+            make_private(folder)
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            held.callback(os.close, descriptor)
+            lock(descriptor, LOCK_WAIT_S)
+        yield
 
 
 def lock(descriptor: int, wait_s: float) -> None:

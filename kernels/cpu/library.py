@@ -16,13 +16,18 @@ import importlib.metadata
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from baton.runtime.private_cache import cache_folder, check_owner, lock, make_private
+from baton.runtime.private_cache import (
+    cache_folder,
+    compiling_alone,
+    make_private,
+    read_whole,
+    write_whole,
+)
 
-LOCK_WAIT_S = 60.0
 SOURCES = (
     "attention.py",
     "int8_products.py",
@@ -112,7 +117,7 @@ def load_library(
             refusals.append(error)
             raise
 
-    with _compiling_alone():
+    with compiling_alone("kernels"):
         # Another process may have compiled them while this one waited.
         if (found := _cached(name, in_pairs=in_pairs)) is not None:
             progress(1, 1)
@@ -132,7 +137,8 @@ def load_library(
                 f"numba cannot compile the kernels: {error!r}"
             ) from error
         try:
-            _write(_folder() / name, json.dumps(arguments).encode() + b"\n" + code)
+            content = json.dumps(arguments).encode() + b"\n" + code
+            write_whole(_folder() / name, content)
         except (OSError, RuntimeError, ValueError) as error:
             library.not_kept = str(error)
     return library
@@ -159,23 +165,6 @@ def _cached(name: str, *, in_pairs: bool) -> CpuLibrary | None:
     with contextlib.suppress(OSError, RuntimeError, ValueError, LookupError, TypeError):
         return _read(_folder() / name, in_pairs=in_pairs)
     return None
-
-
-@contextlib.contextmanager
-def _compiling_alone() -> Iterator[None]:
-    """Wait until no other process of this user compiles, and make later ones wait.
-
-    If the cache folder cannot be locked, processes compile side by side. A process that dies leaves
-    no lock behind.
-    """
-    with contextlib.ExitStack() as held:
-        with contextlib.suppress(OSError, RuntimeError, ValueError):
-            folder = _folder()
-            make_private(folder)
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            held.callback(os.close, descriptor)
-            lock(descriptor, LOCK_WAIT_S)
-        yield
 
 
 def _fingerprint() -> str:
@@ -221,27 +210,6 @@ def why_not_kept() -> str:
 
 
 def _read(file: Path, *, in_pairs: bool) -> CpuLibrary:
-    """Return a file's code. Raises `OSError` without a file, `ValueError` if it is not trusted."""
-    check_owner(file.parent)
-    check_owner(file)
-    digest, _, content = file.read_bytes().partition(b"\n")
-    if digest != _digest(content):
-        raise ValueError(f"{file} is damaged")
-    arguments, _, code = content.partition(b"\n")
+    """Return a file's code. Raises as `read_whole` does."""
+    arguments, _, code = read_whole(file).partition(b"\n")
     return CpuLibrary(json.loads(arguments), code, in_pairs=in_pairs)
-
-
-def _write(file: Path, content: bytes) -> None:
-    make_private(file.parent)
-    descriptor, temporary = tempfile.mkstemp(dir=file.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as target:
-            target.write(_digest(content) + b"\n" + content)
-        Path(temporary).replace(file)
-    except OSError:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def _digest(content: bytes) -> bytes:
-    return hashlib.sha256(content).hexdigest().encode()
