@@ -6,7 +6,9 @@ and the weight alone. For few rows each part has a program of its own, so that a
 columns fills the device; for many rows one program computes all parts of a tile.
 
 If `engine.deterministic` is on, `fixed_product` replaces the library's product for weights with
-which the library's bits change with the batch. `NarrowProduct` reads weights of four bits or FP8,
+which the library's bits change with the batch. On compute capability 9.0 it has one part for the
+weights that `kernels/hopper` takes, and so its bits: whichever of the two computes a weight, a
+row's result is the same. `NarrowProduct` reads weights of four bits or FP8,
 a half or a quarter of the bytes: a tile of codes becomes the numbers that they stand for, rounded
 to bf16.
 """
@@ -16,6 +18,7 @@ to bf16.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +36,9 @@ PROGRAMS = 128
 # Of the inner dimension; adding shorter parts costs more than it saves.
 LEAST_PART = 512
 BAND = 8  # tiles of rows that share a tile of the weight while it is in the L2 cache
+# Products in one part: the widths of tiles, and their steps in flight. Where rows are few, a
+# program is alone on its multiprocessor and has room for more of the short steps of narrow tiles.
+ONE_CHAIN_STAGES = {128: 3, 64: 6, 32: 8}
 ADDED = 1024  # sums of one program that adds parts
 # Neighbouring inputs in the lower bits of bytes, or in the upper bits of the same bytes.
 HALF = 32
@@ -41,9 +47,41 @@ HALF = 32
 def fixed_product(x: Tensor, weight: Tensor) -> Tensor:
     """Return `x @ weight.T`, `[rows, out]`, of `[rows, in]` and `[out, in]`."""
     assert x.shape[1] == weight.shape[1]
+    if is_one_chain(weight):
+        return one_chain_product(x, weight)
     # fp32 is for parity only, and its tiles have the same size in bytes.
     sizes = (64, 32, 1) if x.dtype == torch.float32 else (128, 64, 1)
     return _in_parts(x, weight, None, sizes)
+
+
+def one_chain_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Compute a product in one part, with tiles that are narrow enough to fill the device."""
+    tiles_m = triton.cdiv(len(x), BLOCK_M)
+    widths = [*ONE_CHAIN_STAGES]
+    fills = (n for n in widths if tiles_m * triton.cdiv(len(weight), n) >= PROGRAMS)
+    width = next(fills, widths[-1])
+    sizes = width, 64, 1
+    return _in_parts(x, weight, None, sizes, 1, ONE_CHAIN_STAGES[width])
+
+
+def is_one_chain(weight: Tensor) -> bool:
+    """Return whether sums have one part: where `kernels/hopper` computes them, or could."""
+    return (
+        weight.dtype == torch.bfloat16
+        and has_fitting_sizes(*weight.shape)
+        and has_warpgroup_products(weight.device)
+    )
+
+
+def has_fitting_sizes(columns: int, inner: int) -> bool:
+    """Return whether `kernels/hopper` takes weights of this shape."""
+    return columns % 8 == 0 and inner % 64 == 0
+
+
+@functools.cache
+def has_warpgroup_products(device: torch.device) -> bool:
+    is_gpu = device.type == "cuda"
+    return is_gpu and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @dataclass(slots=True, frozen=True)
@@ -80,7 +118,12 @@ def packed(weight: NarrowWeight, device: torch.device) -> tuple[Tensor, NarrowPr
 
 
 def _in_parts(
-    x: Tensor, weight: Tensor, grid: NarrowProduct | None, sizes: tuple[int, int, int]
+    x: Tensor,
+    weight: Tensor,
+    grid: NarrowProduct | None,
+    sizes: tuple[int, int, int],
+    max_parts: int = PROGRAMS,
+    stages: int = 3,
 ) -> Tensor:
     """Launch the kernel, whose tiles have `sizes`: columns, and inputs of each turn of a step."""
     (rows, inner), columns, (block_n, block_k, turns) = x.shape, len(weight), sizes
@@ -88,7 +131,7 @@ def _in_parts(
     out = x.new_empty((rows, columns))
     tiles_n = triton.cdiv(columns, block_n)
     tiles = triton.cdiv(rows, BLOCK_M) * tiles_n
-    num_parts = max(1, min(PROGRAMS // tiles_n, inner // LEAST_PART))
+    num_parts = max(1, min(PROGRAMS // tiles_n, inner // LEAST_PART, max_parts))
     part = triton.cdiv(triton.cdiv(inner, block_k * turns), num_parts)  # in steps
     is_spread = num_parts > 1 and tiles < PROGRAMS
     sums = x.new_empty(
@@ -120,7 +163,7 @@ def _in_parts(
         IS_FP8=grid is not None and grid.is_fp8,
         UPCAST=interpreted(),
         num_warps=tilings_of(x.device).product_warps,
-        num_stages=3,
+        num_stages=stages,
         enable_fp_fusion=True,
     )
     if is_spread:

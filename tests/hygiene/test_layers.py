@@ -43,7 +43,7 @@ BELOW = {
 PACKAGES = {
     "protocol": "msgspec",
     "runtime": "msgspec prometheus_client psutil yaml zmq",
-    "kernels": "msgspec torch triton numba llvmlite numpy",
+    "kernels": "msgspec torch triton numba llvmlite numpy cuda",
     "kv_transfer": "msgspec numpy",
     "node": "aiohttp msgspec zmq",
     "model": "llguidance msgspec numpy torch safetensors transformers",
@@ -65,6 +65,7 @@ WITHIN = {
         "kernels/state_reference.py",
     ),
     "kernels/cuda": ("kernels/constants.py", "kernels/reference.py"),
+    "kernels/hopper": ("kernels/cuda",),
     "model/families": (),
     "model/config": ("model/families",),
     "model/checkpoint": ("model/families", "model/config"),

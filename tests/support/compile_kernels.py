@@ -52,6 +52,7 @@ OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
 REGISTERS = 65_536
 RESERVED_BYTES = 1024
 HEADS = 32
+ROWS = (7, 128, 256)  # each with another width of tiles
 CAPS, SINKS = (100, 50.0), (100, None, torch.zeros(HEADS))  # with a window
 TYPES = {
     torch.float64: "*fp64",
@@ -123,6 +124,7 @@ def cases() -> dict[str, Callable[[], object]]:
         "norm bf16": _norm,
         "product bf16": partial(_product, bf16),
         "product fp32": partial(_product, fp32),
+        **{f"product in one part, {n} rows": partial(_one_chain, n) for n in ROWS},
         "four bits bf16": partial(_narrow, is_fp8=False),
         "fp8 bf16": partial(_narrow, is_fp8=True),
         "experts bf16": partial(_experts, bf16),
@@ -196,6 +198,13 @@ def _product(dtype: torch.dtype) -> object:
     return fixed_product(
         torch.empty(7, 4096, dtype=dtype), torch.empty(6144, 4096, dtype=dtype)
     )
+
+
+def _one_chain(rows: int) -> object:
+    from baton.kernels.cuda.fixed_product import one_chain_product
+
+    x, weight = (torch.empty(n, 4096, dtype=torch.bfloat16) for n in (rows, 4096))
+    return one_chain_product(x, weight)
 
 
 def _narrow(*, is_fp8: bool) -> object:
@@ -391,21 +400,36 @@ def _type_name(value: object) -> str:
 
 def _usage(cubin: bytes) -> tuple[int, int]:
     """Return the registers of a thread and its local memory in bytes."""
+    (usage,) = usages(cubin).values()
+    return usage
+
+
+def usages(cubin: bytes) -> dict[str, tuple[int, int]]:
+    """Return the registers of a thread and its local memory in bytes, by kernel."""
+    text = dumped(cubin, "--dump-resource-usage")
+    found = re.findall(
+        r"Function (\w+):\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text
+    )
+    if not found:
+        raise RuntimeError(f"cuobjdump tells no registers: {text}")
+    return {
+        name: (int(registers), int(stack) + int(local))
+        for name, registers, stack, local in found
+    }
+
+
+def dumped(cubin: bytes, *options: str) -> str:
+    """Return what cuobjdump says of machine code."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        usage = subprocess.run(
-            [CUOBJDUMP, "--dump-resource-usage", path],
+        return subprocess.run(
+            [CUOBJDUMP, *options, path],
             capture_output=True,
             text=True,
             check=True,
-            timeout=30,
+            timeout=60,
         ).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
-    if found is None:
-        raise RuntimeError(f"cuobjdump tells no registers: {usage}")
-    registers, stack, local = map(int, found.groups())
-    return registers, stack + local
 
 
 def launch(
