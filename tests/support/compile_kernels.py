@@ -24,6 +24,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from baton.kernels.cuda import decode_attention, fixed_product, paged
 from baton.kernels.cuda.decode_attention import paged_decode_attention
@@ -58,6 +60,7 @@ TYPES = {
     torch.float64: "*fp64",
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
     torch.uint8: "*u8",
     torch.int32: "*i32",
     torch.int64: "*i64",
@@ -336,8 +339,8 @@ def record(launch: Callable[[], object]) -> list[Launch]:
     return launches
 
 
-def _compile(launch: Launch, gpu: str) -> Cubin:
-    """Compile as Triton's own launch would on such a GPU."""
+def build(launch: Launch, gpu: str) -> Any:
+    """Compile as Triton's own launch would on such a GPU, and return what Triton has made."""
     kernel, args, given = launch
     options = {name: given[name] for name in OPTIONS if name in given}
     values = dict(zip(kernel.arg_names, args, strict=False))
@@ -362,12 +365,16 @@ def _compile(launch: Launch, gpu: str) -> Cubin:
             and not parameter.do_not_specialize
         ):
             attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(
-        fn=kernel, signature=signature, constexprs=constants, attrs=attributes
+    source = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    return triton.compile(
+        source(fn=kernel, signature=signature, constexprs=constants, attrs=attributes),
+        target=GPUTarget("cuda", int(gpu), 32),
+        options=options,
     )
-    built = triton.compile(
-        source, target=GPUTarget("cuda", int(gpu), 32), options=options
-    )
+
+
+def _compile(launch: Launch, gpu: str) -> Cubin:
+    built = build(launch, gpu)
     registers, local_bytes = _usage(built.asm["cubin"])
     ptx = built.asm["ptx"]
     # Masked loads are inline assembly with a predicate in front; copies to shared are `cp.async`.
@@ -376,7 +383,7 @@ def _compile(launch: Launch, gpu: str) -> Cubin:
     waits = ptx.count("wgmma.wait_group")
     return Cubin(
         gpu,
-        kernel.__name__,
+        launch[0].__name__,
         registers,
         local_bytes,
         built.metadata.shared,
@@ -394,6 +401,9 @@ def _type_name(value: object) -> str:
         return TYPES[value.dtype]
     if isinstance(value, float):
         return "fp32"
+    if isinstance(value, TensorDescriptor):
+        dtype = TYPES[value.base.dtype].removeprefix("*")
+        return f"tensordesc<{dtype}{value.block_shape},{value.layout!r}>"
     assert isinstance(value, int)
     return "i32" if -(2**31) <= value < 2**31 else "i64"
 

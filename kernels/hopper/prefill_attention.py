@@ -1,0 +1,207 @@
+"""Paged prefill attention on Hopper's tensor cores: which form of the kernel, its plan, its launch.
+
+It computes what `baton.kernels.cuda.prefill_attention` does, at about twice the rate. A plan is
+made once a step for all layers that see equally many keys.
+"""
+
+# ruff: noqa: PLR0913, PLR0917  (the signatures are the kernels': tensors, not records)
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from baton.kernels.constants import in_powers_of_2
+from baton.kernels.cuda.paged import (
+    NO_WINDOW,
+    check_pool,
+    num_programs,
+)
+from baton.kernels.hopper.prefill_kernel import prefill_kernel
+from baton.kernels.hopper.prefill_plan import plan_prefill
+
+CAPABILITY = (9, 0)
+DTYPES = (torch.bfloat16, torch.float16)
+HEAD_DIMS = (64, 80, 96, 112, 128, 256)
+BLOCK_SIZES = (16, 32, 64)
+VALUE_BYTES = 2
+ROWS = 64  # of a warpgroup
+# By warpgroups: registers of a thread of the second one and of the producer, and at launch.
+REGISTERS = {1: (232, 40, 255), 2: (232, 40, 168)}
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Rows are queries of one head, or of `pack` heads that share a KV head."""
+
+    warpgroups: int
+    pack: int
+    dim: int  # the padded head size
+    keys: int
+    stages: int
+
+    @property
+    def queries(self) -> int:
+        return ROWS * self.warpgroups // self.pack
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPlan:
+    tile: Tile
+    items: Tensor  # of `plan_prefill`
+    num_programs: int
+    window: int | None
+
+
+def tiles_of(q: Tensor, pool: Tensor) -> tuple[Tile, Tile]:
+    """Return the tiles for chunks of few tokens and for others. Both give a token equal bits."""
+    head_dim = q.shape[2]
+    if head_dim <= 64:
+        sizes = (64, 128, 3)
+    elif head_dim <= 128:
+        sizes = (128, 128, 2)
+    else:
+        sizes = (256, 64, 2)
+    pack = triton.next_power_of_2(q.shape[1] // pool.shape[1])
+    return Tile(1, pack, *sizes), Tile(2, 1, *sizes)
+
+
+def tile_for(q: Tensor, pool: Tensor, batch: int) -> Tile:
+    """Return the tile for `batch` chunks, of which `q` are the tokens.
+
+    Chunks that mostly fit one warpgroup's rows with all heads of a group take such tiles.
+    """
+    few, many = tiles_of(q, pool)
+    return few if len(q) <= few.queries * batch else many
+
+
+def prefill_plan(
+    q: Tensor,  # [num_tokens, num_heads, head_dim]
+    pool: Tensor,  # [num_blocks, kv_heads, num_layers, 2, block_size, head_dim]
+    query_starts: Tensor,  # [batch + 1] int32
+    context_lens: Tensor,  # [batch] int32
+    window: int | None = None,
+    *,
+    tile: Tile | None = None,
+    programs: int | None = None,
+) -> PrefillPlan:
+    """Return the plan of a step, of which `q` and `pool` tell the sizes alone."""
+    num_tokens, num_heads, head_dim = q.shape
+    kv_heads = pool.shape[1]
+    group = num_heads // kv_heads
+    if tile is None:
+        tile = tile_for(q, pool, len(context_lens))
+    count = programs or num_programs(q.device, 1)
+    items = plan_prefill(
+        query_starts,
+        context_lens,
+        num_tokens,
+        kv_heads,
+        group,
+        group if tile.pack == 1 else 1,
+        tile.queries,
+        tile.keys,
+        2 * head_dim * VALUE_BYTES,
+        count,
+        window,
+    )
+    return PrefillPlan(tile, items, count, window)
+
+
+def paged_prefill_attention(
+    q: Tensor,  # [num_tokens, num_heads, head_dim]
+    pool: Tensor,  # [num_blocks, kv_heads, num_layers, 2, block_size, head_dim]
+    layer: int,
+    block_tables: Tensor,  # [batch, max_blocks] int32
+    plan: PrefillPlan,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,  # [num_heads] fp32
+    *,
+    cuts: bool = False,
+) -> Tensor:
+    """Return the attention of every new token over its own past, shaped as `q`; `scale` > 0.
+
+    `cuts` gives a token the bits that `one_decode_attention` gives it. The kernel does not write
+    rows of padding.
+    """
+    check_pool(q, pool, block_tables)
+    _, num_heads, head_dim = q.shape
+    group = num_heads // pool.shape[1]
+    block_size = pool.shape[4]
+    tile = plan.tile
+    assert block_size in BLOCK_SIZES
+    assert block_size <= tile.keys
+    scale_log2, cap_log2 = in_powers_of_2(scale, softcap)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    registers, producer_registers, most_registers = REGISTERS[tile.warpgroups]
+    prefill_kernel[(plan.num_programs,)](
+        _queries(q, pool.shape[1], tile.pack),
+        _rows(pool),
+        plan.items,
+        block_tables,
+        out,
+        plan.items if sinks is None else sinks,
+        layer * pool.stride(2) // head_dim,
+        pool.stride(0) // head_dim,
+        pool.stride(1) // head_dim,
+        block_tables.stride(0),
+        plan.window or NO_WINDOW,
+        scale_log2,
+        cap_log2,
+        num_heads,
+        HEAD_DIM=head_dim,
+        DIM=tile.dim,
+        GROUP=group,
+        PACK=tile.pack,
+        WARPGROUPS=tile.warpgroups,
+        STAGES=tile.stages,
+        KEYS=tile.keys,
+        PAGE=block_size,
+        WINDOWED=plan.window is not None,
+        CAPPED=softcap is not None,
+        SINKS=sinks is not None,
+        CUTS=cuts,
+        REGISTERS=registers,
+        PRODUCER_REGISTERS=producer_registers,
+        num_warps=4,
+        maxnreg=most_registers,
+    )
+    return out
+
+
+def _queries(q: Tensor, kv_heads: int, pack: int) -> TensorDescriptor:
+    """Describe queries so that a box is 64 rows of 64 numbers: of one head, or of a group's."""
+    num_tokens, num_heads, head_dim = q.shape
+    group = num_heads // kv_heads
+    return _described(
+        q,
+        [num_tokens, kv_heads, group, head_dim],
+        [q.stride(0), group * head_dim, head_dim, 1],
+        [ROWS // pack, 1, pack, 64],
+    )
+
+
+def _rows(pool: Tensor) -> TensorDescriptor:
+    """Describe a pool as rows of keys and values; a box is 64 numbers of each row of a block."""
+    head_dim = pool.shape[5]
+    last = sum(
+        (size - 1) * stride
+        for size, stride in zip(pool.shape[:5], pool.stride(), strict=False)
+    )
+    assert not any(stride % head_dim for stride in pool.stride()[:3])
+    return _described(
+        pool, [last // head_dim + 1, head_dim], [head_dim, 1], [pool.shape[4], 64]
+    )
+
+
+def _described(
+    tensor: Tensor, shape: list[int], strides: list[int], box: list[int]
+) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout(
+        swizzle_byte_width=128, element_bitwidth=16, rank=len(shape)
+    )
+    return TensorDescriptor(tensor, shape, strides, box, layout)

@@ -1,0 +1,753 @@
+"""The kernel of prefill attention: persistent programs that take items from a plan, in Gluon.
+
+An item is a tile of queries, of one head or of all that share a KV head, over its tiles of keys.
+One warp of a program brings queries, keys and values by TMA and goes on to the next item, while one
+or two warpgroups of 64 rows each finish theirs. Keys are cut at absolute positions, so the bits of
+a query depend neither on its chunk nor on its tile. With `CUTS`, sums have the one order of
+`attention_order`.
+"""
+
+# ruff: noqa: N803, N806, PLR0913, PLR0915, PLR0917, RUF005, SIM108, SIM113
+# Compile-time values are in capitals, as in Triton's own code; their branches are statements.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.core import _aggregate as aggregate
+
+RECORD = 8  # numbers of an item: the fields of `Item`
+LOG2_E = gl.constexpr(1.4426950408889634)
+
+
+@aggregate
+class Form:
+    """What is fixed when the kernel is compiled."""
+
+    HEAD_DIM: gl.constexpr
+    DIM: gl.constexpr  # the head size of a tile: a multiple of 64
+    GROUP: gl.constexpr  # heads that share a KV head
+    PACK: gl.constexpr  # heads of a tile: 1, or a group and its padding
+    WARPGROUPS: gl.constexpr
+    STAGES: gl.constexpr
+    KEYS: gl.constexpr
+    PAGE: gl.constexpr
+    WINDOWED: gl.constexpr
+    CAPPED: gl.constexpr
+    SINKS: gl.constexpr
+    CUTS: gl.constexpr
+    PINGPONG: gl.constexpr  # the warpgroups begin their products in turns
+
+    @gluon.constexpr_function
+    def __init__(
+        self,
+        HEAD_DIM: int,
+        DIM: int,
+        GROUP: int,
+        PACK: int,
+        WARPGROUPS: int,
+        STAGES: int,
+        KEYS: int,
+        PAGE: int,
+        WINDOWED: bool,
+        CAPPED: bool,
+        SINKS: bool,
+        CUTS: bool,
+    ) -> None:
+        self.HEAD_DIM = gl.constexpr(HEAD_DIM)
+        self.DIM = gl.constexpr(DIM)
+        self.GROUP = gl.constexpr(GROUP)
+        self.PACK = gl.constexpr(PACK)
+        self.WARPGROUPS = gl.constexpr(WARPGROUPS)
+        self.STAGES = gl.constexpr(STAGES)
+        self.KEYS = gl.constexpr(KEYS)
+        self.PAGE = gl.constexpr(PAGE)
+        self.WINDOWED = gl.constexpr(WINDOWED)
+        self.CAPPED = gl.constexpr(CAPPED)
+        self.SINKS = gl.constexpr(SINKS)
+        self.CUTS = gl.constexpr(CUTS)
+        self.PINGPONG = gl.constexpr(WARPGROUPS == 2)
+
+
+@aggregate
+class Inputs:
+    """What all partitions of a program read."""
+
+    plan: gl.tensor
+    window: gl.tensor
+    scale: gl.tensor
+    cap: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(
+        self, plan: gl.tensor, window: gl.tensor, scale: gl.tensor, cap: gl.tensor
+    ) -> None:
+        self.plan = plan
+        self.window = window
+        self.scale = scale
+        self.cap = cap
+
+
+@aggregate
+class Shared:
+    """Tiles in shared memory, and the barriers that say which are full and which are empty."""
+
+    q: gl.shared_memory_descriptor
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    total: gl.shared_memory_descriptor  # of the cuts before the present one
+    q_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    k_full: gl.shared_memory_descriptor
+    k_empty: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+    v_empty: gl.shared_memory_descriptor
+    turn: gl.shared_memory_descriptor  # whose products come next
+    tail: gl.shared_memory_descriptor  # the values of a context's last tile
+
+    @gluon.constexpr_function
+    def __init__(
+        self,
+        q: gl.shared_memory_descriptor,
+        k: gl.shared_memory_descriptor,
+        v: gl.shared_memory_descriptor,
+        total: gl.shared_memory_descriptor,
+        q_full: gl.shared_memory_descriptor,
+        q_empty: gl.shared_memory_descriptor,
+        k_full: gl.shared_memory_descriptor,
+        k_empty: gl.shared_memory_descriptor,
+        v_full: gl.shared_memory_descriptor,
+        v_empty: gl.shared_memory_descriptor,
+        turn: gl.shared_memory_descriptor,
+        tail: gl.shared_memory_descriptor,
+    ) -> None:
+        self.q = q
+        self.k = k
+        self.v = v
+        self.total = total
+        self.q_full = q_full
+        self.q_empty = q_empty
+        self.k_full = k_full
+        self.k_empty = k_empty
+        self.v_full = v_full
+        self.v_empty = v_empty
+        self.turn = turn
+        self.tail = tail
+
+
+@gluon.constexpr_function
+def _products(columns: int) -> gl.NVMMADistributedLayout:
+    """The layout of a warpgroup's product `[64, columns]`."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
+    )
+
+
+@gluon.constexpr_function
+def _out_layout(dim: int, cuts: bool) -> gl.DistributedLinearLayout:
+    """The layout in which results are stored: rows are where the products have them.
+
+    A thread has eight neighbours of a row. With cuts it has four: they come from the products' by
+    one exchange of lanes, and need no shared memory, which the total takes.
+    """
+    if cuts:
+        panels = [[0, n] for n in (16, 32, 64) if n < dim]
+        return gl.DistributedLinearLayout(
+            [[0, 1], [0, 2], [8, 0], *panels],
+            [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
+            [[16, 0], [32, 0]],
+            [],
+            [64, dim],
+        )
+    panels = [[0, 32]] + [[0, n] for n in (64, 128) if n < dim]
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0], *panels],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, dim],
+    )
+
+
+@gluon.jit
+def _capped(s: gl.tensor, given: Inputs, form: Form) -> gl.tensor:
+    """Scores before the factor that the softmax applies; with a cap there is none any more."""
+    if form.CAPPED:
+        e = gl.exp2(s * given.scale)
+        r = gl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;",
+            "=f,f",
+            [1.0 + e],
+            dtype=gl.float32,
+            is_pure=True,
+            pack=1,
+        )
+        s = given.cap - 2.0 * given.cap * r
+    return s
+
+
+@gluon.jit
+def _hidden(
+    s: gl.tensor, j: gl.tensor, position: gl.tensor, window: gl.tensor, form: Form
+) -> gl.tensor:
+    """Scores with minus infinity where a query does not see the key.
+
+    `position` is that of the warpgroup's first query.
+    """
+    LAYOUT: gl.constexpr = _products(form.KEYS)
+    rows = position + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)) // form.PACK
+    cols = j * form.KEYS + gl.arange(0, form.KEYS, layout=gl.SliceLayout(0, LAYOUT))
+    seen = cols[None, :] <= rows[:, None]
+    if form.WINDOWED:
+        seen = seen & (cols[None, :] > (rows - window)[:, None])
+    return gl.where(seen, s, float("-inf"))
+
+
+@gluon.jit
+def _row_sum(w: gl.tensor, form: Form) -> gl.tensor:
+    """The sums of a tile's weights.
+
+    With cuts, pairs of columns are added whose numbers differ in bit 0, then 5, 6, 3, 4, 1 and 2. A
+    sum of two has one result whatever threads hold them, so no layout changes it.
+    """
+    if form.CUTS:
+        w = gl.sum(w.reshape([64, 64, 2]), 2)  # bit 0
+        w = gl.sum(gl.sum(w.reshape([64, 2, 2, 16]), 2), 1)  # bit 5, bit 6
+        w = gl.sum(gl.sum(w.reshape([64, 2, 2, 4]), 2), 1)  # bit 3, bit 4
+        w = gl.sum(gl.sum(w.reshape([64, 2, 2]), 2), 1)  # bit 1, bit 2
+        return gl.convert_layout(w, gl.SliceLayout(1, _products(form.KEYS)))
+    else:
+        return gl.sum(w, 1)
+
+
+@gluon.jit
+def _merge_sums(
+    m: gl.tensor, norm: gl.tensor, m_next: gl.tensor, norm_next: gl.tensor
+) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
+    """`paged.merge` of a row's maximum and sum, and the two factors of its outputs."""
+    m_new = gl.maximum(m, m_next)
+    top = gl.where(m_new == float("-inf"), 0.0, m_new)
+    old = gl.exp2(m - top)
+    new = gl.exp2(m_next - top)
+    return m_new, gl.fma(norm, old, norm_next * new), old, new
+
+
+@gluon.jit
+def _merge_out(
+    total: gl.shared_memory_descriptor,
+    acc: gl.tensor,
+    old: gl.tensor,
+    new: gl.tensor,
+    form: Form,
+) -> gl.tensor:
+    LAYOUT: gl.constexpr = _products(form.DIM)
+    ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    return gl.fma(
+        total.load(LAYOUT),
+        gl.convert_layout(old, ROWS)[:, None],
+        acc * gl.convert_layout(new, ROWS)[:, None],
+    )
+
+
+@gluon.jit
+def _step(
+    C: gl.constexpr,
+    j: gl.tensor,
+    g: gl.tensor,
+    o: gl.tensor,
+    m: gl.tensor,
+    norm: gl.tensor,
+    acc: gl.tensor,
+    p: gl.tensor,
+    m_all: gl.tensor,
+    norm_all: gl.tensor,
+    position: gl.tensor,
+    there: Shared,
+    given: Inputs,
+    MASKED: gl.constexpr,
+    form: Form,
+) -> tuple[gl.tensor, ...]:
+    """Weigh tile `j` while the product of the tile before runs.
+
+    The tile is the `g`-th of this program, and its products the `o`-th turn of the tensor cores.
+    Where it opens a cut, the maximum starts anew, and what the product of the tile before completes
+    goes into the total.
+    """
+    ROWS: gl.constexpr = gl.SliceLayout(1, _products(form.DIM))
+    ks = g % form.STAGES
+    vs = (g - 1) % form.STAGES
+    v_turn = ((g - 1) // form.STAGES) & 1
+    mbarrier.wait(there.k_full.index(ks), (g // form.STAGES) & 1)
+    if form.PINGPONG:
+        mbarrier.wait(there.turn.index(C), o & 1)
+    s = warpgroup_mma(
+        there.q.index(C),
+        there.k.index(ks).permute((1, 0)),
+        gl.zeros([64, form.KEYS], gl.float32, _products(form.KEYS)),
+        use_acc=False,
+        is_async=True,
+    )
+    mbarrier.wait(there.v_full.index(vs), v_turn)
+    acc = warpgroup_mma(p, there.v.index(vs), acc, is_async=True)
+    if form.PINGPONG:
+        mbarrier.arrive(there.turn.index(1 - C), count=1)
+    s = warpgroup_mma_wait(1, deps=(s,))
+    mbarrier.arrive(there.k_empty.index(ks), count=1)
+    s = _capped(s, given, form)
+    factor = 1.0 if form.CAPPED else given.scale
+    if MASKED:
+        s = _hidden(s, j, position, given.window, form)
+    if form.CUTS:
+        low = 1 + 2 * (j >= 16).to(gl.int32) + 12 * (j >= 64).to(gl.int32)
+        opens = (j & low) == 0
+        before = gl.where(opens, float("-inf"), m)
+    else:
+        before = m
+    m_new = gl.maximum(before, gl.max(s, 1) * factor)
+    top = m_new
+    if MASKED and (form.WINDOWED or form.CUTS):
+        top = gl.where(m_new == float("-inf"), 0.0, m_new)
+    w = gl.exp2(gl.fma(s, factor, -top[:, None]))
+    shrink = gl.exp2(before - top)
+    norm_new = gl.fma(norm, shrink, _row_sum(w, form))
+    p_new = gl.convert_layout(
+        w.to(there.k.dtype), gl.DotOperandLayout(0, _products(form.DIM), 2)
+    )
+    # This has come long ago. It ends a basic block: within one, ptxas moves the wait for the
+    # product up to the softmax, and nothing would run beside it.
+    mbarrier.wait(there.v_full.index(vs), v_turn)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(there.v_empty.index(vs), count=1)
+    if form.CUTS:
+        if opens:
+            if j > 2:  # not the first cut
+                m_all, norm_all, old, new = _merge_sums(m_all, norm_all, m, norm)
+                acc = _merge_out(there.total.index(C), acc, old, new, form)
+            else:
+                m_all = m
+                norm_all = norm
+            there.total.index(C).store(acc)
+            acc = gl.zeros([64, form.DIM], gl.float32, _products(form.DIM))
+        else:
+            acc = acc * gl.convert_layout(shrink, ROWS)[:, None]
+    else:
+        acc = acc * gl.convert_layout(shrink, ROWS)[:, None]
+    return m_new, norm_new, acc, p_new, m_all, norm_all
+
+
+@gluon.jit
+def _consume(
+    C: gl.constexpr,
+    out_ptr: gl.tensor,
+    sink_ptr: gl.tensor,
+    heads: gl.tensor,
+    there: Shared,
+    given: Inputs,
+    form: Form,
+) -> None:
+    """Warpgroup `C` of a program."""
+    SCORES: gl.constexpr = _products(form.KEYS)
+    OUT: gl.constexpr = _out_layout(form.DIM, form.CUTS)
+    ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    g = 0  # tiles of keys so far
+    o = 0  # turns of the tensor cores so far
+    t = 0  # items so far
+    first = given.plan + 2 * gl.program_id(0)
+    for item in range(gl.load(first), gl.load(first + 1)):
+        record = given.plan + item * 8
+        first_position = gl.load(record + 1)
+        begin = gl.load(record + 3)  # 0 with cuts
+        end = gl.load(record + 4)
+        position = first_position + C * 64 // form.PACK
+        # Rows past the chunk's end may lie behind the last tile.
+        seen_by_all = gl.maximum(
+            gl.minimum((position + 1) // form.KEYS, end), begin + 1
+        )
+        m = gl.full([64], float("-inf"), gl.float32, ROWS)
+        if form.SINKS:
+            head = gl.load(record + 5)
+            row = gl.arange(0, 64, layout=ROWS)
+            m = gl.load(sink_ptr + gl.minimum(head + row % form.PACK, heads - 1))
+            m = m * LOG2_E
+
+        mbarrier.wait(there.q_full.index(C), t & 1)
+        ks = g % form.STAGES
+        mbarrier.wait(there.k_full.index(ks), (g // form.STAGES) & 1)
+        if form.PINGPONG:
+            mbarrier.wait(there.turn.index(C), o & 1)
+        s = warpgroup_mma(
+            there.q.index(C),
+            there.k.index(ks).permute((1, 0)),
+            gl.zeros([64, form.KEYS], gl.float32, SCORES),
+            use_acc=False,
+            is_async=True,
+        )
+        if form.PINGPONG:
+            mbarrier.arrive(there.turn.index(1 - C), count=1)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        mbarrier.arrive(there.k_empty.index(ks), count=1)
+        s = _capped(s, given, form)
+        factor = 1.0 if form.CAPPED else given.scale
+        s = _hidden(s, begin, position, given.window, form)
+        m_new = gl.maximum(m, gl.max(s, 1) * factor)
+        top = m_new
+        if form.WINDOWED or form.CUTS:
+            top = gl.where(m_new == float("-inf"), 0.0, m_new)
+        w = gl.exp2(gl.fma(s, factor, -top[:, None]))
+        norm = _row_sum(w, form)
+        if form.SINKS:
+            norm = gl.exp2(m - top) + norm
+        m = m_new
+        p = gl.convert_layout(
+            w.to(there.k.dtype), gl.DotOperandLayout(0, _products(form.DIM), 2)
+        )
+        acc = gl.zeros([64, form.DIM], gl.float32, _products(form.DIM))
+        m_all = gl.full([64], float("-inf"), gl.float32, ROWS)
+        norm_all = gl.zeros([64], gl.float32, ROWS)
+        shift = g - begin
+        turn = o - begin  # tile j has turn o + j - begin
+        start = begin + 1
+        if form.WINDOWED:
+            last_row = position + (64 // form.PACK - 1)
+            whole = gl.maximum(last_row - given.window + 1, 0) + form.KEYS - 1
+            whole = gl.minimum(gl.maximum(whole // form.KEYS, start), seen_by_all)
+            for j in range(start, whole):
+                m, norm, acc, p, m_all, norm_all = _step(
+                    C,
+                    j,
+                    j + shift,
+                    j + turn,
+                    m,
+                    norm,
+                    acc,
+                    p,
+                    m_all,
+                    norm_all,
+                    position,
+                    there,
+                    given,
+                    True,
+                    form,
+                )
+            start = whole
+        for j in range(start, seen_by_all):
+            m, norm, acc, p, m_all, norm_all = _step(
+                C,
+                j,
+                j + shift,
+                j + turn,
+                m,
+                norm,
+                acc,
+                p,
+                m_all,
+                norm_all,
+                position,
+                there,
+                given,
+                False,
+                form,
+            )
+        for j in range(seen_by_all, end):
+            m, norm, acc, p, m_all, norm_all = _step(
+                C,
+                j,
+                j + shift,
+                j + turn,
+                m,
+                norm,
+                acc,
+                p,
+                m_all,
+                norm_all,
+                position,
+                there,
+                given,
+                True,
+                form,
+            )
+        g += end - begin
+        o += end - begin
+        t += 1
+        # The next queries may come.
+        mbarrier.arrive(there.q_empty.index(C), count=1)
+        vs = (g - 1) % form.STAGES
+        mbarrier.wait(there.v_full.index(vs), ((g - 1) // form.STAGES) & 1)
+        acc = warpgroup_mma(p, there.v.index(vs), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(there.v_empty.index(vs), count=1)
+
+        if form.CUTS:
+            if end > 2:  # there are cuts before the last
+                m, norm, old, new = _merge_sums(m_all, norm_all, m, norm)
+                acc = _merge_out(there.total.index(C), acc, old, new, form)
+            share = gl.div_rn(gl.full([64], 1.0, gl.float32, ROWS), norm)
+        else:
+            share = 1.0 / norm
+        share = gl.convert_layout(share, gl.SliceLayout(1, _products(form.DIM)))
+        result = gl.convert_layout((acc * share[:, None]).to(there.k.dtype), OUT)
+        token = gl.load(record)
+        own = gl.load(record + 2)
+        head = gl.load(record + 5)
+        i = C * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
+        d = gl.arange(0, form.DIM, layout=gl.SliceLayout(0, OUT))
+        line = (token + i // form.PACK).to(gl.int64) * heads + head + i % form.PACK
+        live = i // form.PACK < own
+        if form.PACK > form.GROUP:
+            live = live & (i % form.PACK < form.GROUP)
+        mask = live[:, None]
+        if form.HEAD_DIM < form.DIM:
+            mask = mask & (d < form.HEAD_DIM)[None, :]
+        gl.store(
+            out_ptr + line[:, None] * form.HEAD_DIM + d[None, :], result, mask=mask
+        )
+
+
+@gluon.jit
+def _produce(
+    q_desc: tma.tensor_descriptor,
+    kv_desc: tma.tensor_descriptor,
+    table_ptr: gl.tensor,
+    stride_table: gl.tensor,
+    base_rows: gl.tensor,
+    block_rows: gl.tensor,
+    head_rows: gl.tensor,
+    q_parts: gl.shared_memory_descriptor,
+    k_pages: gl.shared_memory_descriptor,
+    v_pages: gl.shared_memory_descriptor,
+    there: Shared,
+    given: Inputs,
+    form: Form,
+) -> None:
+    """The warp of a program that brings its tiles."""
+    PAGE: gl.constexpr = form.PAGE
+    PAGES: gl.constexpr = form.KEYS // form.PAGE
+    PANELS: gl.constexpr = form.DIM // 64
+    TAIL: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    g = 0
+    t = 0
+    tails = 0
+    first = given.plan + 2 * gl.program_id(0)
+    for item in range(gl.load(first), gl.load(first + 1)):
+        record = given.plan + item * 8
+        token = gl.load(record)
+        begin = gl.load(record + 3)
+        end = gl.load(record + 4)
+        head = gl.load(record + 5)
+        context = gl.load(record + 7)
+        kv_head = head // form.GROUP
+        base_row = base_rows + kv_head * head_rows
+        table = table_ptr + gl.load(record + 6).to(gl.int64) * stride_table
+        for j in range(begin, end):
+            rows = ()
+            for i in gl.static_range(PAGES):
+                page = j * PAGES + i
+                block = gl.load(table + page, mask=page * PAGE < context, other=0)
+                rows = rows + (block * block_rows + base_row,)  # type: ignore[assignment]
+            stage = g % form.STAGES
+            turn = ((g // form.STAGES) & 1) ^ 1
+            mbarrier.wait(there.k_empty.index(stage), turn)
+            k_full = there.k_full.index(stage)
+            mbarrier.expect(k_full, form.KEYS * form.DIM * 2)
+            for i in gl.static_range(PAGES):
+                for part in gl.static_range(PANELS):
+                    tma.async_copy_global_to_shared(
+                        kv_desc,
+                        [rows[i], part * 64],
+                        k_full,
+                        k_pages.index((stage * PANELS + part) * PAGES + i),
+                    )
+            if j == begin:
+                for c in gl.static_range(form.WARPGROUPS):
+                    mbarrier.wait(there.q_empty.index(c), (t & 1) ^ 1)
+                    mbarrier.expect(there.q_full.index(c), 64 * form.DIM * 2)
+                    for part in gl.static_range(PANELS):
+                        tma.async_copy_global_to_shared(
+                            q_desc,
+                            [
+                                token + c * (64 // form.PACK),
+                                kv_head,
+                                head % form.GROUP,
+                                part * 64,
+                            ],
+                            there.q_full.index(c),
+                            q_parts.index(c * PANELS + part),
+                        )
+            mbarrier.wait(there.v_empty.index(stage), turn)
+            v_full = there.v_full.index(stage)
+            if j * form.KEYS + form.KEYS <= context:
+                mbarrier.expect(v_full, form.KEYS * form.DIM * 2)
+                for i in gl.static_range(PAGES):
+                    for part in gl.static_range(PANELS):
+                        tma.async_copy_global_to_shared(
+                            kv_desc,
+                            [rows[i] + PAGE, part * 64],
+                            v_full,
+                            v_pages.index((stage * PANELS + part) * PAGES + i),
+                        )
+            else:
+                # Values behind the end must be zeros: a weight of 0 times NaN is NaN.
+                for i in gl.static_range(PAGES):
+                    live = j * form.KEYS + i * PAGE < context
+                    mbarrier.expect(there.tail, PAGE * form.DIM * 2, pred=live)
+                    mbarrier.arrive(there.tail, count=1, pred=live == 0)
+                    for part in gl.static_range(PANELS):
+                        tma.async_copy_global_to_shared(
+                            kv_desc,
+                            [rows[i] + PAGE, part * 64],
+                            there.tail,
+                            v_pages.index((stage * PANELS + part) * PAGES + i),
+                            pred=live,
+                        )
+                mbarrier.wait(there.tail, tails & 1)
+                tails += 1
+                slot = gl.arange(0, PAGE, layout=gl.SliceLayout(1, TAIL))
+                for number in range(PAGES):
+                    after = j * form.KEYS + (number + 1) * PAGE - context
+                    if after > 0:
+                        for panel in gl.static_range(PANELS):
+                            box = v_pages.index(
+                                (stage * PANELS + panel) * PAGES + number
+                            )
+                            seen = (slot < PAGE - after)[:, None]
+                            box.store(gl.where(seen, box.load(TAIL), 0.0))
+                fence_async_shared()
+                mbarrier.arrive(v_full, count=1)
+            g += 1
+        t += 1
+
+
+@gluon.jit(do_not_specialize=["base_rows", "stride_table", "window", "heads"])
+def prefill_kernel(
+    q_desc: tma.tensor_descriptor,
+    kv_desc: tma.tensor_descriptor,
+    plan: gl.tensor,
+    table_ptr: gl.tensor,
+    out_ptr: gl.tensor,
+    sink_ptr: gl.tensor,
+    base_rows: gl.tensor,
+    block_rows: gl.tensor,
+    head_rows: gl.tensor,
+    stride_table: gl.tensor,
+    window: gl.tensor,
+    scale: gl.tensor,
+    cap: gl.tensor,
+    heads: gl.tensor,
+    HEAD_DIM: gl.constexpr,
+    DIM: gl.constexpr,
+    GROUP: gl.constexpr,
+    PACK: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    KEYS: gl.constexpr,
+    PAGE: gl.constexpr,
+    WINDOWED: gl.constexpr,
+    CAPPED: gl.constexpr,
+    SINKS: gl.constexpr,
+    CUTS: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+) -> None:
+    TYPE: gl.constexpr = kv_desc.dtype
+    PAGES: gl.constexpr = KEYS // PAGE
+    PANELS: gl.constexpr = DIM // 64
+    ZERO: gl.constexpr = 0
+    ONE: gl.constexpr = 1
+    TILE: gl.constexpr = gl.NVMMASharedLayout(
+        swizzle_byte_width=128, element_bitwidth=16, rank=2
+    )
+    # A thread holds two neighbours of a row, and four lanes eight of them: 32 bytes stay together,
+    # eight rows differ.
+    TOTAL: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    q = gl.allocate_shared_memory(TYPE, [WARPGROUPS, 64, DIM], TILE)
+    k = gl.allocate_shared_memory(TYPE, [STAGES, KEYS, DIM], TILE)
+    v = gl.allocate_shared_memory(TYPE, [STAGES, KEYS, DIM], TILE)
+    if CUTS:
+        total = gl.allocate_shared_memory(gl.float32, [WARPGROUPS, 64, DIM], TOTAL)
+    else:
+        total = q
+    # A page's row of 64 numbers is what one TMA box brings: panels of pages are one tile.
+    q_parts = q._reinterpret(
+        TYPE, [WARPGROUPS * PANELS, 64 // PACK, 1, PACK, 64], q_desc.layout
+    )
+    k_pages = k._reinterpret(TYPE, [STAGES * PANELS * PAGES, PAGE, 64], kv_desc.layout)
+    v_pages = v._reinterpret(TYPE, [STAGES * PANELS * PAGES, PAGE, 64], kv_desc.layout)
+    there = Shared(
+        q,
+        k,
+        v,
+        total,
+        gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [1], BARRIER),
+    )
+    for i in gl.static_range(WARPGROUPS):
+        mbarrier.init(there.q_full.index(i), count=1)
+        mbarrier.init(there.q_empty.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(there.k_full.index(i), count=1)
+        mbarrier.init(there.k_empty.index(i), count=WARPGROUPS)
+        mbarrier.init(there.v_full.index(i), count=1)
+        mbarrier.init(there.v_empty.index(i), count=WARPGROUPS)
+    for i in gl.static_range(2):
+        mbarrier.init(there.turn.index(i), count=1)
+    mbarrier.init(there.tail, count=PAGES)
+    form = Form(
+        HEAD_DIM,
+        DIM,
+        GROUP,
+        PACK,
+        WARPGROUPS,
+        STAGES,
+        KEYS,
+        PAGE,
+        WINDOWED,
+        CAPPED,
+        SINKS,
+        CUTS,
+    )
+    given = Inputs(plan, window, scale, cap)
+    consumed = (out_ptr, sink_ptr, heads, there, given, form)
+    produced = (
+        q_desc,
+        kv_desc,
+        table_ptr,
+        stride_table,
+        base_rows,
+        block_rows,
+        head_rows,
+        q_parts,
+        k_pages,
+        v_pages,
+        there,
+        given,
+        form,
+    )
+    if WARPGROUPS == 1:
+        gl.warp_specialize(
+            [(_consume, (ZERO,) + consumed), (_produce, produced)],
+            [1],
+            [PRODUCER_REGISTERS],
+        )
+    else:
+        mbarrier.arrive(there.turn.index(0), count=1)
+        gl.warp_specialize(
+            [
+                (_consume, (ZERO,) + consumed),
+                (_consume, (ONE,) + consumed),
+                (_produce, produced),
+            ],
+            [4, 1],
+            [REGISTERS, PRODUCER_REGISTERS],
+        )

@@ -1,0 +1,201 @@
+"""A process that compiles the attention of `kernels/hopper` for its GPUs, without one.
+
+It prints, as JSON, what the machine code of each launch holds. Its arguments are names of cases, if
+not all are wanted.
+"""
+
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import msgspec
+import torch
+import triton
+
+from baton.kernels.hopper.decode_attention import one_decode_attention, plan_decode
+from baton.kernels.hopper.prefill_attention import (
+    DTYPES,
+    paged_prefill_attention,
+    prefill_plan,
+)
+from tests.support.compile_kernels import build, record
+from tools.gpu.kernel_cases import AttentionShape, attention_batch
+
+GPU = "90"
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+SPILL = re.compile(r"\b(LDL|STL)\b")
+PRODUCT = re.compile(r"\b(HGMMA|HMMA)\b")
+FEW = 8  # products that a loop of a kernel has at least
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """What the machine code of a kernel holds."""
+
+    case: str
+    kernel: str
+    registers: int
+    shared_bytes: int
+    loops: int  # that multiply
+    # Of the innermost loops alone: what is spilled around them costs little.
+    spills_in_loops: int
+    spills: int
+    warnings: list[str]  # of the assembler
+
+
+Cases = dict[str, Callable[[], object]]
+
+
+def main() -> None:
+    warnings.simplefilter("error")
+    # Triton makes a syntax tree in a way that Python 3.13 and later frown upon.
+    warnings.filterwarnings("ignore", message="AnnAssign", category=DeprecationWarning)
+    found = cases()
+    reports = [
+        machine_code(name, build(launch, GPU), launch[0].__name__)
+        for name in sys.argv[1:] or found
+        for launch in record(found[name])
+    ]
+    print(msgspec.json.encode(reports).decode())
+
+
+def cases() -> Cases:
+    """Every tile, option and pool that the launchers take."""
+    few = {"queries": 5}
+    found: Cases = {
+        "plain": partial(_prefill),
+        "few": partial(_prefill, **few),
+        "few, group of 7": partial(_prefill, group=7, **few),
+        "few, group of 1": partial(_prefill, group=1, **few),
+        "window": partial(_prefill, window=100),
+        "cap": partial(_prefill, softcap=50.0),
+        "sinks": partial(_prefill, has_sinks=True),
+        "few, all options": partial(
+            _prefill, window=100, softcap=50.0, has_sinks=True, **few
+        ),
+        "fp16": partial(_prefill, dtype=torch.float16),
+        "cuts": partial(_prefill, cuts=True),
+        "few, cuts": partial(_prefill, cuts=True, **few),
+        "cuts 64": partial(_prefill, head_dim=64, cuts=True),
+        "few, cuts 64": partial(_prefill, head_dim=64, cuts=True, **few),
+        "decode": partial(_decode, 128),
+        "decode 64": partial(_decode, 64),
+    }
+    for head_dim in (64, 80, 96, 112, 256):
+        found[f"head of {head_dim}"] = partial(_prefill, head_dim=head_dim)
+    found["head of 64, all options"] = partial(
+        _prefill, head_dim=64, window=100, has_sinks=True
+    )
+    found["head of 256, all options"] = partial(
+        _prefill, head_dim=256, window=100, softcap=50.0
+    )
+    for block_size in (32, 64):
+        found[f"blocks of {block_size}"] = partial(_prefill, block_size=block_size)
+        found[f"cuts, blocks of {block_size}"] = partial(
+            _prefill, block_size=block_size, cuts=True
+        )
+    return found
+
+
+def _prefill(
+    *,
+    queries: int = 100,
+    group: int = 4,
+    head_dim: int = 128,
+    dtype: torch.dtype = DTYPES[0],
+    cuts: bool = False,
+    **options: Any,
+) -> None:
+    shape = AttentionShape(
+        (300,), (queries,), 8 * group, 8, head_dim, dtype=dtype, **options
+    )
+    case = attention_batch(shape, "cpu")
+    window, softcap, sinks = case.how
+    plan = prefill_plan(case.q, case.pool, case.query_starts, case.context_lens, window)
+    paged_prefill_attention(
+        case.q,
+        case.pool,
+        1,
+        case.block_tables,
+        plan,
+        case.scale,
+        softcap,
+        sinks,
+        cuts=cuts,
+    )
+
+
+def _decode(head_dim: int) -> None:
+    shape = AttentionShape((300,), (1,), 32, 8, head_dim, dtype=torch.bfloat16)
+    case = attention_batch(shape, "cpu")
+    plan = plan_decode(case.context_lens, 8)
+    one_decode_attention(
+        case.q, case.pool, 1, case.block_tables, case.context_lens, plan, case.scale
+    )
+
+
+def machine_code(case: str, built: Any, kernel: str) -> Machine:
+    with TemporaryDirectory() as folder:
+        ptx = Path(folder, "kernel.ptx")
+        cubin = Path(folder, "kernel.cubin")
+        ptx.write_text(built.asm["ptx"])
+        cubin.write_bytes(built.asm["cubin"])
+        usage = _said(TOOLS / "cuobjdump", "--dump-resource-usage", cubin)
+        code = _said(TOOLS / "nvdisasm", "-c", cubin)
+        notes = _said(TOOLS / "ptxas", "-v", "-arch=sm_90a", ptx, "-o", cubin)
+    registers = re.search(r"REG:(\d+)", usage)
+    assert registers is not None, usage
+    instructions, loops = _read(code)
+    inner = [
+        loop
+        for loop in loops
+        if sum(bool(PRODUCT.search(line)) for line in loop) >= FEW
+        and not any(
+            other is not loop and set(other) < set(loop) and len(other) >= FEW
+            for other in loops
+            if sum(bool(PRODUCT.search(line)) for line in other) >= FEW
+        )
+    ]
+    return Machine(
+        case,
+        kernel,
+        int(registers[1]),
+        built.metadata.shared,
+        len(inner),
+        sum(bool(SPILL.search(line)) for loop in inner for line in loop),
+        sum(bool(SPILL.search(line)) for line in instructions),
+        sorted(set(re.findall(r"C75\d\d|[Ss]erializ\w+", notes))),
+    )
+
+
+def _said(*command: str | Path) -> str:
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=60
+    )
+    return done.stdout + done.stderr
+
+
+def _read(code: str) -> tuple[list[str], list[list[str]]]:
+    """Return the instructions, numbered, and the body of each loop."""
+    instructions: list[str] = []
+    labels: dict[str, int] = {}
+    loops = []
+    for line in code.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(instructions)
+        elif found := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
+            instructions.append(f"{len(instructions)} {found[1]}")
+    for number, instruction in enumerate(instructions):
+        target = re.search(r"BRA.*`\((\.L_x_\d+)\)", instruction)
+        if target and labels.get(target[1], number) < number:
+            loops.append(instructions[labels[target[1]] : number + 1])
+    return instructions, loops
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""What stands for Hopper's prefill kernel on a CPU: torch that works by plan and descriptors.
+
+It says nothing of the kernel's own code, but all of what the kernel is given. `faults` are mistakes
+that a kernel could make.
+"""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baton.kernels.hopper.prefill_kernel import prefill_kernel
+from tests.support.one_order import LOG2_E, Arithmetic, attend
+
+
+class StandIn:
+    """Launches as `prefill_kernel` does."""
+
+    def __init__(self, machine: Arithmetic, faults: Collection[str] = ()) -> None:
+        self._machine = machine
+        self._faults = faults
+        self.forms: set[tuple[tuple[str, object], ...]] = set()
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        def launch(*args: object, **given: Any) -> None:
+            assert given.pop("num_warps") == 4
+            assert given.pop("maxnreg") in (168, 255)
+            values = dict(zip(prefill_kernel.arg_names, args, strict=False)) | given
+            assert set(values) == set(prefill_kernel.arg_names)
+            assert len(args) + len(given) == len(values), "an argument is given twice"
+            self.forms.add(tuple(sorted(given.items())))
+            self._run(grid[0], values)
+
+        return launch
+
+    def _run(self, num_programs: int, a: dict[str, Any]) -> None:
+        q_desc = a["q_desc"]
+        kv_desc = a["kv_desc"]
+        assert q_desc.block_shape == [64 // a["PACK"], 1, a["PACK"], 64]
+        assert kv_desc.block_shape == [a["PAGE"], 64]
+        q = q_desc.base.as_strided(q_desc.shape, q_desc.strides)
+        kv = kv_desc.base.as_strided(kv_desc.shape, kv_desc.strides)
+        bounds = a["plan"].view(-1).tolist()
+        items = a["plan"].tolist()
+        for program in range(num_programs):
+            for number in range(*bounds[2 * program : 2 * program + 2]):
+                self._item(items[number], q, kv, a)
+
+    def _item(self, item: list[int], q: Tensor, kv: Tensor, a: dict[str, Any]) -> None:
+        token, first_position, own, begin, end, head, row, context = item
+        pack = a["PACK"]
+        page = a["PAGE"]
+        group = a["GROUP"]
+        kv_head = head // group
+        table = a["table_ptr"].reshape(-1)[row * a["stride_table"] :]
+        if "reads past the end" in self._faults:
+            context = -(-context // page) * page
+        keys = torch.arange(begin * a["KEYS"], min(end * a["KEYS"], context))
+        rows = table[keys // page].long() * a["block_rows"] + a["base_rows"]
+        rows += kv_head * a["head_rows"] + keys % page
+        k = kv[rows]
+        v = kv[rows + page]
+        i = torch.arange(own * pack)
+        heads = head % group + i % pack
+        i = i[heads < group]
+        heads = heads[heads < group]
+        positions = first_position + i // pack
+        queries = q[token + i // pack, kv_head, heads]
+        if a["CUTS"]:
+            assert begin == 0
+            scale = a["scale"] / LOG2_E
+            out = attend(queries, k, v, positions, scale, self._machine)
+        else:
+            s = queries.double() @ k.double().T * a["scale"]
+            if a["CAPPED"]:
+                s = a["cap"] - 2 * a["cap"] / (1 + torch.exp2(s))
+            s = s.masked_fill(self._hidden(keys, positions[:, None], a), -torch.inf)
+            if a["SINKS"]:
+                sinks = a["sink_ptr"][kv_head * group + heads] * LOG2_E
+                s = torch.cat((s, sinks[:, None].double()), 1)
+                v = torch.cat((v, v.new_zeros(1, v.shape[1])))
+            # In fp64 and without a product: a row has the same bits in any tile.
+            weights = (s / LOG2_E).softmax(1)
+            out = (weights[..., None] * v.double()).sum(1).float()
+        if "rounds apart" in self._faults and a["WARPGROUPS"] == 1:
+            out = out * (1 + 2**-8)
+        a["out_ptr"][token + i // pack, kv_head * group + heads] = out.to(q.dtype)
+
+    def _hidden(self, keys: Tensor, positions: Tensor, a: dict[str, Any]) -> Tensor:
+        hidden = keys > positions
+        if a["WINDOWED"] and "forgets the window" not in self._faults:
+            hidden |= keys <= positions - a["window"]
+        return hidden

@@ -1,0 +1,175 @@
+"""A process that tries what surrounds Hopper's prefill kernel, in Triton's interpreter.
+
+`plans N` plans N random batches and asserts what a plan promises. `proofs` runs the proofs of
+attention on a stand-in for the kernel, then on stand-ins with a fault each, and prints as JSON what
+they say.
+"""
+
+import json
+import sys
+from unittest.mock import patch
+
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from baton.kernels.hopper import one_order_proof, prefill_attention, prefill_proof
+from baton.kernels.hopper.prefill_plan import plan_prefill
+from baton.kernels.proofs import ModelShapes
+from tests.support.hopper_stand_in import StandIn
+from tests.support.interpret_kernels import Interpreting
+from tests.support.interpret_one_order import MACHINE
+
+COUNTS = st.one_of(st.sampled_from([0, 1, 2, 16, 128]), st.integers(1, 400))
+CACHED = st.one_of(st.just(0), st.integers(0, 1500))
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Contexts and queries of some sequences; what is padding has neither."""
+    queries = draw(st.lists(COUNTS, min_size=1, max_size=6))
+    contexts = tuple(count + draw(CACHED) if count else 0 for count in queries)
+    return contexts, tuple(queries)
+
+
+def check_plans(num_examples: int) -> None:
+    @settings(
+        max_examples=num_examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=[*HealthCheck],
+    )
+    @given(
+        batches(),
+        st.tuples(st.sampled_from([1, 2, 3, 8]), st.sampled_from([1, 2, 4, 7])),
+        st.tuples(st.sampled_from([64, 128]), st.sampled_from([64, 128])),
+        st.booleans(),
+        st.sampled_from([None, 1, 100, 256]),
+        st.tuples(st.sampled_from([1, 4, 7, 132]), st.sampled_from([0, 100])),
+    )
+    def check(
+        batch: tuple[tuple[int, ...], tuple[int, ...]],
+        heads: tuple[int, int],
+        tile: tuple[int, int],
+        is_packed: bool,
+        window: int | None,
+        sizes: tuple[int, int],
+    ) -> None:
+        contexts, queries = batch
+        kv_heads, group = heads
+        rows, keys = tile
+        num_programs, padding = sizes
+        pack = 1 << (group - 1).bit_length() if is_packed else 1
+        starts = torch.tensor([0, *queries]).cumsum(0).int()
+        plan = plan_prefill(
+            starts,
+            torch.tensor(contexts, dtype=torch.int32),
+            sum(queries) + padding,
+            kv_heads,
+            group,
+            1 if is_packed else group,
+            rows // pack,
+            keys,
+            1 << 14,
+            num_programs,
+            window,
+        )
+        seen = items_of(plan, num_programs, rows // pack, keys, window)
+        wanted = {
+            (token, head, sequence, contexts[sequence] - count + token - start)
+            for sequence, (start, count) in enumerate(
+                zip(starts.tolist(), queries, strict=False)
+            )
+            for token in range(start, start + count)
+            for head in range(0, kv_heads * group, group if is_packed else 1)
+        }
+        assert sorted(seen) == sorted(wanted), "each row once"
+
+    check()
+
+
+def items_of(
+    plan: torch.Tensor, num_programs: int, rows: int, keys: int, window: int | None
+) -> list[tuple[int, int, int, int]]:
+    """Return token, head, sequence and position of all rows; each sees its keys, and few others."""
+    bounds = plan.view(-1).tolist()
+    items = plan.tolist()
+    taken = set()
+    seen = []
+    for program in range(num_programs):
+        for number in range(*bounds[2 * program : 2 * program + 2]):
+            assert number not in taken, "no two programs share an item"
+            taken.add(number)
+            token, first_position, own, begin, end, head, row, context = items[number]
+            assert 0 < own <= rows
+            assert first_position + own <= context
+            for step in range(own):
+                position = first_position + step
+                oldest = max(position - window + 1, 0) if window else 0
+                assert begin * keys <= oldest <= position < end * keys
+                seen.append((token + step, head, row, position))
+            first = max(first_position - window + 1, 0) if window else 0
+            assert begin == first // keys, "no tile is taken in vain"
+            assert end == -(-(first_position + own) // keys)
+    return seen
+
+
+def said_by_proofs() -> dict[str, str]:
+    """Return what each proof says of a right kernel and of wrong ones."""
+    options = ModelShapes(
+        (),
+        3,
+        1,
+        64,
+        16,
+        "float16",
+        "float16",
+        softcap=30.0,
+        windows=(50,),
+        has_sinks=True,
+    )
+    plain = ModelShapes((), 4, 2, 128, 32)
+    said = {
+        "options": _said(prefill_proof, options),
+        "one order": _said(one_order_proof, plain),
+    }
+    for fault in ("reads past the end", "rounds apart", "forgets the window"):
+        said[fault] = _said(prefill_proof, options, fault)
+    said["rounds apart, in one order"] = _said(one_order_proof, plain, "rounds apart")
+    return said
+
+
+def _said(proof: object, shapes: ModelShapes, *faults: str) -> str:
+    with patch.object(prefill_attention, "prefill_kernel", StandIn(MACHINE, faults)):
+        return str(proof.prove(shapes, "cpu"))  # type: ignore[attr-defined]
+
+
+def make_small() -> None:
+    """Let the proofs take shorter contexts, since the interpreter is slow."""
+    prefill_proof.BATCHES = (
+        ((1, 64, 129), (1, 64, 129)),
+        ((200, 40, 0), (70, 1, 0)),
+        ((150, 65, 0), (2, 3, 0)),
+    )
+    prefill_proof.PROMPT = one_order_proof.PROMPT = 270
+    prefill_proof.CHUNKS = (0, 3, 130, 270)
+    one_order_proof.BORDERS = (1, 128, 256, 270)
+    one_order_proof.LENGTHS = (130, 1, 0, 257)
+    one_order_proof.PROGRAMS = (1, 7)
+    one_order_proof.LONG = 600
+    one_order_proof.LAST = 20
+
+
+def main() -> None:
+    Interpreting()
+    if sys.argv[1] == "plans":
+        check_plans(int(sys.argv[2]))
+        print(json.dumps({"plans": int(sys.argv[2])}))
+        return
+    make_small()
+    print(json.dumps(said_by_proofs()))
+
+
+if __name__ == "__main__":
+    main()

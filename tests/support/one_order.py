@@ -1,0 +1,109 @@
+"""What `kernels/hopper/attention_order.py` promises, in plain torch: the order of each sum in fp32.
+
+A row is a query of one head at its own position. Nothing here depends on other rows, chunks, the
+batch or the number of programs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+KEYS = 128
+LOG2_E = 1.4426950408889634
+Sums = tuple[
+    Tensor, Tensor, Tensor
+]  # maximum [rows], sum [rows], output [rows, head_dim]
+
+
+def exact_fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Return `a * b + c`, rounded once: exact in fp64, rounded to odd, then to fp32."""
+    a, b, c = torch.broadcast_tensors(a.double(), b.double(), c.double())
+    product = a * b
+    total = product + c
+    other = total - product
+    error = (product - (total - other)) + (c - other)
+    is_even = (total.view(torch.int64) & 1) == 0
+    is_inexact = is_even & (error != 0) & total.isfinite()
+    towards = torch.where(error > 0, torch.inf, -torch.inf)
+    return torch.where(is_inexact, torch.nextafter(total, towards), total).float()
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """How a machine multiplies, raises, adds products, and rounds to a pool's type."""
+
+    dot: Callable[[Tensor, Tensor], Tensor] = torch.matmul
+    exp2: Callable[[Tensor], Tensor] = torch.exp2
+    fma: Callable[[Tensor, Tensor, Tensor], Tensor] = exact_fma
+    narrow: Callable[[Tensor, torch.dtype], Tensor] = Tensor.to
+
+    def merge(self, sums: Sums, after: Sums) -> Sums:
+        m, norm, acc = sums
+        m_next, norm_next, acc_next = after
+        m_new = torch.maximum(m, m_next)
+        top = torch.where(m_new.isinf(), 0.0, m_new)
+        old = self.exp2(m - top)
+        new = self.exp2(m_next - top)
+        norm = self.fma(norm, old, norm_next * new)
+        acc = self.fma(acc, old[:, None], acc_next * new[:, None])
+        return m_new, norm, acc
+
+
+def opens_cut(tile: int) -> bool:
+    """Return whether a tile is the first of a cut."""
+    if tile < 16:
+        return tile % 2 == 0
+    return tile % 4 == 0 if tile < 64 else tile % 16 == 0
+
+
+def row_sum(weights: Tensor) -> Tensor:
+    """Return the sums of `[rows, 128]`: pairs that differ in bit 0, then 5, 6, 3, 4, 1 and 2."""
+    bits = [6, 5, 4, 3, 2, 1, 0]
+    x = weights.reshape(-1, *[2] * 7)
+    for bit in (0, 5, 6, 3, 4, 1, 2):
+        at = 1 + bits.index(bit)
+        bits.remove(bit)
+        first, second = x.unbind(at)
+        x = first + second
+    return x
+
+
+def attend(
+    q: Tensor,  # [rows, head_dim]
+    k: Tensor,  # [num_keys, head_dim]
+    v: Tensor,
+    positions: Tensor,  # [rows], each below num_keys
+    scale: float,
+    machine: Arithmetic,
+) -> Tensor:
+    """Return the attention of rows of one head in the type of the pool."""
+    rows, dim = q.shape
+    scale_log2 = torch.tensor(scale * LOG2_E, dtype=torch.float64).float()
+    lowest = torch.full((rows,), -torch.inf)
+    none = lowest, torch.zeros(rows), torch.zeros(rows, dim)
+    total = sums = none
+    for tile in range(int(positions.max()) // KEYS + 1):
+        if opens_cut(tile):
+            total = machine.merge(total, sums) if tile else total
+            sums = none
+        m, norm, acc = sums
+        own = slice(tile * KEYS, (tile + 1) * KEYS)
+        padding = (0, 0, 0, KEYS - len(k[own]))
+        keys, values = (
+            torch.nn.functional.pad(part[own].float(), padding) for part in (k, v)
+        )
+        s = machine.dot(q.float(), keys.T)
+        seen = tile * KEYS + torch.arange(KEYS) <= positions[:, None]
+        s = torch.where(seen, s, -torch.inf)
+        m_new = torch.maximum(m, s.max(1).values * scale_log2)
+        top = torch.where(m_new.isinf(), 0.0, m_new)
+        w = machine.exp2(machine.fma(s, scale_log2, -top[:, None]))
+        shrink = machine.exp2(m - top)
+        norm = machine.fma(norm, shrink, row_sum(w))
+        # A product adds in the order of the keys, 16 at a time.
+        product = machine.dot(machine.narrow(w, v.dtype).float(), values)
+        sums = m_new, norm, acc * shrink[:, None] + product
+    _, norm, acc = machine.merge(total, sums)
+    return machine.narrow(acc * (1.0 / norm)[:, None], v.dtype)

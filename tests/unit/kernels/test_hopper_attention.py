@@ -1,0 +1,93 @@
+"""Attention on Hopper as far as a CPU can try it: machine code, plans, launches, order of sums.
+
+The code of its prefill kernel runs on a GPU alone, where nodes prove it before they use it.
+"""
+
+import json
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tests.support.module_process import said_by
+
+# Far more than it takes on a machine that others use.
+pytestmark = pytest.mark.timeout(300)
+SHARED_BYTES = 227 << 10
+INTERPRETED = {"TRITON_INTERPRET": "1"}
+RIGHT = ("options", "one order")
+
+
+def interpreted(module: str, *words: str) -> dict[str, object]:
+    said = said_by(f"tests.support.{module}", *words, env=INTERPRETED)
+    found: dict[str, object] = json.loads(said[-1])
+    return found
+
+
+def compiled(folder: str, *cases: str) -> list[dict[str, object]]:
+    env = {"TRITON_CACHE_DIR": folder}
+    said = said_by("tests.support.compile_hopper", *cases, env=env)
+    reports: list[dict[str, object]] = json.loads(said[-1])
+    return reports
+
+
+def check(reports: list[dict[str, object]]) -> None:
+    """Every kernel fits, its loops spill nothing, and products do not wait for one another."""
+    assert [r for r in reports if int(str(r["shared_bytes"])) > SHARED_BYTES] == []
+    assert [r for r in reports if r["spills_in_loops"] or r["warnings"]] == []
+    for report in reports:
+        kernel = report["kernel"]
+        if kernel in {"prefill_kernel", "_decode_kernel"}:
+            assert report["loops"], report
+        if kernel == "prefill_kernel":
+            # Two or three warpgroups share the registers of a multiprocessor.
+            assert report["registers"] in (168, 255), report
+
+
+def test_prefill_of_an_8b_model_fits_hopper_and_spills_in_no_loop(tmp_path):
+    reports = compiled(str(tmp_path), "cuts")
+    assert len(reports) == 3
+    check(reports)
+
+
+@pytest.mark.release
+def test_every_form_of_the_kernels_fits_hopper_and_spills_in_no_loop(tmp_path):
+    reports = compiled(str(tmp_path))
+    assert len({report["case"] for report in reports}) > 20
+    check(reports)
+
+
+def test_a_plan_has_each_row_once_with_the_keys_that_it_sees():
+    assert interpreted("interpret_hopper", "plans", "10") == {"plans": 10}
+
+
+@pytest.mark.release
+def test_many_plans_have_each_row_once_with_the_keys_that_it_sees():
+    assert interpreted("interpret_hopper", "plans", "100") == {"plans": 100}
+
+
+def test_proofs_find_nothing_in_right_launches_and_name_what_is_wrong():
+    said = interpreted("interpret_hopper", "proofs")
+    assert {name: said.pop(name) for name in RIGHT} == dict.fromkeys(RIGHT, "")
+    assert "are wrong" in str(said.pop("reads past the end"))
+    assert "are wrong" in str(said.pop("forgets the window"))
+    assert "other bits" in str(said.pop("rounds apart"))
+    assert "other bits than decode" in str(said.pop("rounds apart, in one order"))
+    assert not said
+
+
+def test_decode_adds_in_the_order_that_is_written_down():
+    check_order()
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("head_dim", ["64", "128"])
+def test_decode_adds_in_the_order_that_is_written_down_over_long_contexts(head_dim):
+    check_order("others", head_dim)
+
+
+def check_order(*words: str) -> None:
+    """No output has other bits, whatever the batch and the number of programs."""
+    said = interpreted("interpret_one_order", *words)
+    assert int(str(said.pop("compared"))) > 1000
+    assert said == {"differing": 0, "changed": []}
