@@ -65,7 +65,12 @@ WITHIN = {
         "kernels/state_reference.py",
     ),
     "kernels/cuda": ("kernels/constants.py", "kernels/reference.py"),
-    "kernels/hopper": ("kernels/cuda",),
+    "kernels/hopper": (
+        "kernels/constants.py",
+        "kernels/reference.py",
+        "kernels/proofs.py",
+        "kernels/cuda",
+    ),
     "model/families": (),
     "model/config": ("model/families",),
     "model/checkpoint": ("model/families", "model/config"),
