@@ -338,6 +338,8 @@ class DecodeScheduler:
                 break
         if done.num_guesses:
             self._speculation.learn(sequence, done.num_guesses, len(tokens) - 1)
+            sequence.num_draft_tokens += done.num_guesses
+            sequence.num_accepted_tokens += len(tokens) - 1
             self.pool.counts.spec_decode_draft_tokens += done.num_guesses
             self.pool.counts.spec_decode_accepted_tokens += len(tokens) - 1
         if sequence.times is not None:

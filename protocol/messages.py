@@ -454,6 +454,8 @@ class TokenEntry(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: FinishReason | None = None
     times: StageTimes | None = None  # set in a sequence's first entry
     logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, if they were asked for
+    num_draft_tokens: Count = 0  # that were guessed for these tokens
+    num_accepted_tokens: Count = 0  # of them, those that were right
 
 
 class Tokens(Message, frozen=True):

@@ -123,6 +123,8 @@ class RequestMetrics:
     retry_codes: dict[str, int] = field(default_factory=dict)
     resume_codes: dict[str, int] = field(default_factory=dict)
     num_reasoning_tokens: int = 0  # among the output tokens, once the request has ended
+    num_draft_tokens: int = 0  # that nodes have guessed
+    num_accepted_tokens: int = 0  # of them, those that were right
     # Reasons of the choices that ended.
     finish_reasons: list[EndReason] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)

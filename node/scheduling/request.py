@@ -185,7 +185,10 @@ class Sequence:
     num_sent_tokens: int = 0
     joined_s: float = 0.0
     times: StageTimes | None = None  # until they are sent with the first entry
-    logprobs: tuple[TokenLogprobs, ...] = ()  # of the tokens that are not yet sent
+    # Of the tokens that are not yet sent.
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     is_ended: bool = False
 
     @property
@@ -387,10 +390,13 @@ class Sequence:
             finish_reason,
             self.times,
             self.logprobs,
+            self.num_draft_tokens,
+            self.num_accepted_tokens,
         )
         self.num_sent_tokens = len(self.token_ids)
         self.times = None
         self.logprobs = ()
+        self.num_draft_tokens = self.num_accepted_tokens = 0
         return entry
 
     def first_tokens(

@@ -209,6 +209,8 @@ class Lifecycle:
                     attempt, entry.times, of_prompt=attempt.prefill_node is None
                 )
         if choice.attempt is attempt:
+            self.metrics.num_draft_tokens += entry.num_draft_tokens
+            self.metrics.num_accepted_tokens += entry.num_accepted_tokens
             self._receive(
                 attempt,
                 choice,

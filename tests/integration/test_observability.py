@@ -106,6 +106,31 @@ def test_nodes_serve_probes_and_the_counts_that_the_router_shows_of_them(cluster
 
 
 @pytest.mark.release
+def test_a_response_says_how_many_tokens_were_guessed_right(cluster):
+    """A greedy text that goes in circles is guessed, and the nodes' counts agree."""
+
+    def counts() -> tuple[float, float]:
+        shown = values(page(cluster), node="decode-0")
+        draft, accepted = (
+            shown[f"baton_spec_decode_num_{kind}_tokens_total"]
+            for kind in ("draft", "accepted")
+        )
+        return draft, accepted
+
+    before = counts()
+    body = {**BODY, "prompt": prompt(30, salt=71), "max_tokens": 120}
+    usage = cluster.complete(**body)["usage"]
+    assert isinstance(usage, dict)
+    details = usage["completion_tokens_details"]
+    accepted = details["accepted_prediction_tokens"]
+    drafts = accepted + details["rejected_prediction_tokens"]
+    assert 0 < accepted < usage["completion_tokens"] == 120
+    until(
+        lambda: counts() == (before[0] + drafts, before[1] + accepted),
+        lambda: (before, counts(), usage),
+    )
+
+
 def test_a_lost_node_stays_visible_as_0_and_one_that_leaves_as_planned_does_not(
     cluster,
 ):

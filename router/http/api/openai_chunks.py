@@ -306,10 +306,7 @@ class ResponseWriter(msgspec.Struct, frozen=True):
         )
 
     def _usage(self, metrics: Sequence[RequestMetrics]) -> dict[str, object]:
-        usage = usage_of(metrics)
-        if self.is_chat:
-            usage.setdefault("completion_tokens_details", {"reasoning_tokens": 0})
-        return usage
+        return usage_of(metrics, is_chat=self.is_chat)
 
     @property
     def _forms(self) -> LogprobForms:
@@ -569,14 +566,24 @@ def system_fingerprint(model_fingerprint: str) -> str:
     )
 
 
-def usage_of(metrics: Sequence[RequestMetrics]) -> dict[str, object]:
+def usage_of(
+    metrics: Sequence[RequestMetrics], *, is_chat: bool = False
+) -> dict[str, object]:
     """Return the usage of all prompts of a request. Some fields appear only if they apply."""
     num_prompt = sum(one.num_prompt_tokens for one in metrics)
     num_output = sum(one.num_output_tokens for one in metrics)
     cached = {"cached_tokens": sum(one.num_cached_tokens for one in metrics)}
     usage = {**_counts(num_prompt, num_output), "prompt_tokens_details": cached}
-    if num_reasoning := sum(one.num_reasoning_tokens for one in metrics):
-        usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+    details = {}
+    num_reasoning = sum(one.num_reasoning_tokens for one in metrics)
+    if num_reasoning or is_chat:
+        details["reasoning_tokens"] = num_reasoning
+    if num_drafts := sum(one.num_draft_tokens for one in metrics):
+        num_accepted = sum(one.num_accepted_tokens for one in metrics)
+        details["accepted_prediction_tokens"] = num_accepted
+        details["rejected_prediction_tokens"] = num_drafts - num_accepted
+    if details:
+        usage["completion_tokens_details"] = details
     if (clamped := clamped_to(metrics)) is not None:
         usage["max_tokens_clamped"] = clamped
     if any(one.resumed for one in metrics):

@@ -179,6 +179,18 @@ def test_a_gap_loses_the_attempt_and_the_choice_resumes_from_what_was_received()
     assert Send(D, Cancel((KEY,))) in commands, "the node does not know of the gap"
 
 
+def test_guesses_are_counted_with_the_tokens_that_are_passed_on():
+    drive = Driver(max_tokens=50)
+    drive.place()
+    drive.says(P, FirstTokens(KEY, 3, (FirstToken(9),), TIMES))
+    drive.says(D, TokenEntry(KEY, 3, [9, 8, 7], None, None, (), 3, 1))
+    key = drive.place_again(drive.step(NodeLost(D, LOST)))
+    drive.says(D, TokenEntry(KEY, 6, [6], num_draft_tokens=2))  # it is lost
+    drive.says(D, TokenEntry(key, 6, [6, 5, 4], "stop", None, (), 2, 2))
+    assert drive.metrics.num_draft_tokens == 5
+    assert drive.metrics.num_accepted_tokens == 3
+
+
 def test_only_losses_without_progress_use_up_attempts():
     drive = Driver(max_tokens=50, max_attempts=2)
     drive.place()
