@@ -43,6 +43,14 @@ def load_cubin() -> bytes:
     return cubin
 
 
+def compiler_name() -> str:
+    """Return the compiler and its version; empty without one. What it compiles rests on these."""
+    try:
+        return "NVRTC {}.{}".format(*_version())
+    except CompilerMissing:
+        return ""
+
+
 def compiled(text: str) -> bytes:
     """Return the machine code of CUDA C++. Raises `CompilerMissing`, also if it is refused."""
     nvrtc = _nvrtc()

@@ -67,6 +67,10 @@ class HopperProduct:
             self.launch(name, grid, aligned(x), weight, out)
         return out
 
+    @property
+    def has_cuda(self) -> bool:
+        return self.kernels is not None
+
     def compute(self, name: str, x: Tensor, weight: Tensor, out: Tensor) -> None:
         """Compute `out` by the variant of this name."""
         (rows, columns), inner = out.shape, x.shape[1]
@@ -90,7 +94,7 @@ class HopperProduct:
         self.kernels.launch(name, grid, maps, target, self._stream())
 
     def _choose(self, rows: int, columns: int, inner: int) -> tuple[str, Grid]:
-        name = choose(rows, columns, inner, has_cuda=self.kernels is not None)
+        name = choose(rows, columns, inner, has_cuda=self.has_cuda)
         return name, self._grid(name, rows, columns, inner)
 
     def _grid(self, name: str, rows: int, columns: int, inner: int) -> Grid:
@@ -102,7 +106,7 @@ class HopperProduct:
         columns, inner = weight.shape
         x = weight.new_zeros((1, inner))
         out = weight.new_empty((1, columns))
-        for name in names_for(columns, inner, has_cuda=self.kernels is not None):
+        for name in names_for(columns, inner, has_cuda=self.has_cuda):
             self.compute(name, x, weight, out)
         self._prepared.add((columns, inner))
 

@@ -1,11 +1,10 @@
 """Make the linear layers of one rank on a GPU where `engine.deterministic` is on.
 
-`OrderedLinears` examines at load whether the library's product gives a row the same bits in every
-batch, and uses a product with one order of sums where it does not.
+All use a product with one order of sums. Where the library's product may take its place,
+`OrderedLinears` examines at load for which weights it gives a row the same bits in every batch.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from baton.model.layers.linear import Linear, Product
@@ -54,9 +53,9 @@ class OrderedLinears:
         ordered: Product,
         num_kinds: int,
         progress: Progress,
-        library: Product = F.linear,
+        library: Product | None = None,
     ) -> None:
-        """Take the product with one order and the library's product."""
+        """Take the product with one order, and the library's if it is to be examined."""
         self._ordered = ordered
         self._library = library
         self._num_kinds = num_kinds
@@ -67,6 +66,8 @@ class OrderedLinears:
         self, weight: Tensor, bias: Tensor | None = None, _: int | None = None
     ) -> Linear:
         """Return a layer that keeps `weight`, and gives a row the same bits in every batch."""
+        if self._library is None:
+            return Linear(weight, bias, ordered=self._ordered)
         kind = weight.shape, weight.dtype
         if kind not in self._found:
             self._progress("products", len(self._found), self._num_kinds)

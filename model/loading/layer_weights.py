@@ -56,6 +56,8 @@ class RankDevice(NamedTuple):
     compiled: CpuLinears | None = None  # for a CPU whose kernels compute linear layers
     grouped: GroupedProduct | None = None  # for the experts on a GPU
     narrow: PackNarrow | None = None  # for weights of four bits and FP8 on a GPU
+    # Takes the place of `ordered` for weights with which it keeps bits.
+    library: Product | None = None
 
 
 class LinearMaker(Protocol):
@@ -71,7 +73,7 @@ def linears_for(
     if place.device.type == "cpu":
         return HostLinears(num_kinds, progress, place.thread_counts, place.compiled)
     if place.ordered is not None:
-        return OrderedLinears(place.ordered, num_kinds, progress)
+        return OrderedLinears(place.ordered, num_kinds, progress, place.library)
     return None
 
 

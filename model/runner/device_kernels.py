@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from baton.kernels.hopper.cubin import compiler_name
 from baton.kernels.proofs import (
     ONE_ORDER,
     PRODUCTS,
@@ -60,7 +61,8 @@ def choose_kernels(
     if candidates:
         request = ProofRequest(shapes, str(device), candidates)
         environment = gpu_bits(device, has_own_products=False).decode()
-        proofs = proofs_of(request, f"{own_sources()}\n{environment}", progress)
+        rests_on = own_sources(), environment, compiler_name()
+        proofs = proofs_of(request, "\n".join(rests_on), progress)
     return chosen(setting, agreed(proofs, candidates, device, ranks), ranks.size)
 
 

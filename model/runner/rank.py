@@ -12,10 +12,12 @@ from pathlib import Path
 
 import msgspec
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from baton.kernels.cpu.functions import CpuLinears, CpuSampler
 from baton.kernels.cpu.library import CpuLibrary, has_bf16_tiles
+from baton.kernels.proofs import PRODUCTS
 from baton.kv_transfer.agent import TransferAgent, make_port
 from baton.kv_transfer.interfaces import PoolMemory
 from baton.kv_transfer.pools import DevicePool, HostPool
@@ -423,6 +425,7 @@ def load_runner(
         _compiled_linears(library),
         _grouped_product(plan),
         _narrow_product(plan),
+        _examined_library(plan),
     )
     decoder: StepDecoder
     draft_head = None
@@ -497,9 +500,25 @@ def _ordered_product(plan: RankPlan, kernels: DeviceKernels) -> Product | None:
     if plan.device.type != "cuda" or not kernels.is_ordered:
         return None
     # Triton is imported here for the same reason as in `_on_gpu`.
+    if PRODUCTS in kernels.proven:
+        from baton.kernels.hopper.product import load_product
+
+        return load_product(plan.device)
     from baton.kernels.cuda.fixed_product import fixed_product
 
     return fixed_product
+
+
+def _examined_library(plan: RankPlan) -> Product | None:
+    """Return the library's product where it may take the place of the ordered one.
+
+    Not where the ordered one has the bits of faster kernels, which other nodes may use.
+    """
+    if plan.device.type != "cuda":
+        return None
+    from baton.kernels.cuda.fixed_product import has_warpgroup_products
+
+    return None if has_warpgroup_products(plan.device) else F.linear
 
 
 def _grouped_product(plan: RankPlan) -> GroupedProduct | None:

@@ -231,3 +231,15 @@ def test_a_layer_takes_the_library_only_where_it_keeps_bits():
     asked.clear()
     assert linears.make(2 * WEIGHT).ordered is in_order
     assert not asked  # one weight of a shape speaks for all
+
+
+def test_a_load_examines_nothing_where_every_weight_takes_the_ordered_product():
+    def progress(*_of: object) -> None:
+        raise AssertionError("nothing takes time")
+
+    linears = OrderedLinears(in_order, 2, progress)
+    bias = torch.arange(24.0)
+    layer = linears.make(WEIGHT, bias)
+    assert layer.ordered is in_order
+    assert layer.is_batch_invariant
+    assert torch.equal(layer(WEIGHT), in_order(WEIGHT, WEIGHT) + bias)
