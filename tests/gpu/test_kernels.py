@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from baton.kernels.proofs import CANDIDATES, kernels_of
 from tools.gpu import kernel_cases as cases
+from tools.gpu.correctness import SHAPES
 from tools.gpu.kernel_cases import AttentionShape, check_sampling
 
 pytest.importorskip("triton")
@@ -106,6 +108,14 @@ def test_gate_mul_agrees_with_its_reference(dtype, features):
 @pytest.mark.parametrize("rows", [9, 300, 2048])
 def test_fixed_products_agree_with_their_reference_and_keep_their_bits(dtype, rows):
     cases.check_fixed_product(rows, 4096, 6144, dtype, "cuda")
+
+
+@pytest.mark.parametrize("candidate", CANDIDATES, ids=lambda one: one.name)
+def test_kernels_that_this_gpu_may_have_are_proven(candidate):
+    kernels = kernels_of(candidate)
+    if missing := kernels.missing_for(SHAPES, torch.cuda.get_device_capability()):
+        pytest.skip(missing)
+    assert kernels.prove(SHAPES, "cuda:0") == ""
 
 
 @pytest.mark.parametrize("is_fp8", [False, True])

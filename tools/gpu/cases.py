@@ -25,6 +25,17 @@ class DecodeCase(msgspec.Struct, frozen=True):
     num_layers: int = 8
 
 
+class ProductCase(msgspec.Struct, frozen=True):
+    """The linear layers of one decoder layer, one after the other, for some rows."""
+
+    rows: int
+    linears: tuple[tuple[int, int], ...]  # outputs and inputs
+    unit: Unit = "µs"
+
+    def key(self, product: str) -> str:
+        return f"{product} products of a layer, {self.rows} rows"
+
+
 class KvRead(msgspec.Struct, frozen=True):
     """Blocks that one process reads of another's pool."""
 
@@ -55,6 +66,7 @@ class KernelCases(msgspec.Struct, frozen=True):
     prefill: tuple[PrefillCase, ...]
     decode: tuple[DecodeCase, ...]
     sampling: tuple[SamplingCase, ...]
+    products: tuple[ProductCase, ...] = ()
 
 
 class StepCase(msgspec.Struct, frozen=True):
@@ -130,6 +142,9 @@ KERNELS = KernelCases(
         SamplingCase("sampling b128, top-p 0.9", 128, 0.8, 0, 0.9),
         # Some of these rows need the order of the whole vocabulary, and the batch waits for them.
         SamplingCase("sampling b128, top-p 0.9, flat", 128, 0.8, 0, 0.9, spread=3.0),
+    ),
+    products=tuple(
+        ProductCase(rows, QWEN3_8B.linears) for rows in (1, 32, 128, 512, 2048, 8192)
     ),
 )
 

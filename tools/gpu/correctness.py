@@ -6,6 +6,7 @@ bf16.
 """
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -15,13 +16,16 @@ import triton
 
 from baton.kernels import reference
 from baton.kernels.cuda.decode_attention import paged_decode_attention
-from baton.kernels.cuda.fixed_product import fixed_product
+from baton.kernels.cuda.fixed_product import fixed_product, has_warpgroup_products
 from baton.kernels.cuda.pool_writes import move_blocks, rope_and_store
 from baton.kernels.cuda.prefill_attention import paged_prefill_attention
+from baton.kernels.hopper.product import load_product
+from baton.kernels.proofs import Candidate, ModelShapes, ProofRequest, possible, prove
 from baton.model.batch_invariance.device_linears import keeps_bits
 from baton.model.layers.linear import Product
 from baton.model.runner.cuda_start import keep_sums_whole
 from tools.gpu import kernel_cases as cases
+from tools.gpu.floors import QWEN3_8B
 from tools.gpu.kernel_cases import (
     AttentionShape,
     assert_close,
@@ -35,6 +39,16 @@ BLOCK_SIZES = (16, 64)
 KEEPS_BITS = "rows keep their bits"
 FAR = "kernels beyond 2^31 elements"
 BF16 = torch.bfloat16
+# What kernels are proven for.
+SHAPES = ModelShapes(
+    (*QWEN3_8B.linears, (QWEN3_8B.vocab_size, QWEN3_8B.hidden_size)),
+    QWEN3_8B.num_heads,
+    QWEN3_8B.num_kv_heads,
+    QWEN3_8B.head_dim,
+    BLOCK_SIZES[0],
+    scale=QWEN3_8B.head_dim**-0.5,
+    max_model_len=40_960,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -164,6 +178,9 @@ def run(
         desk.check(FAR, partial(_far, desk.device))
     for check in resources():
         desk.emit(check)
+    for candidate in provable(desk.device):
+        key = f"proof of {candidate.name}"
+        desk.check(key, partial(proof_of, key, candidate, desk.device), 30.0)
     for name, sizes in (weights or {}).items():
         for product in products(desk.device):
             key = f"{KEEPS_BITS}: {product}, {name} {sizes[0]} x {sizes[1]}"
@@ -242,12 +259,28 @@ def resources() -> list[Check]:
     return checks
 
 
+def provable(device: torch.device) -> tuple[Candidate, ...]:
+    """Return the kernels that a node would prove here before it uses them."""
+    if device.type != "cuda":
+        return ()
+    return possible(SHAPES, torch.cuda.get_device_capability(device))
+
+
+def proof_of(key: str, candidate: Candidate, device: torch.device) -> Check:
+    proof = prove(ProofRequest(SHAPES, str(device), (candidate,)), candidate)
+    return Check(key, not proof.problem, proof.problem or "proven")
+
+
+@functools.cache
 def products(device: torch.device) -> dict[str, Product]:
     """Return the products that linear layers can take; the interpreter is too slow for ours."""
     library: dict[str, Product] = {"library": torch.nn.functional.linear}
-    return (
-        library | {"fixed order": fixed_product} if device.type == "cuda" else library
-    )
+    if device.type != "cuda":
+        return library
+    ours: dict[str, Product] = {"fixed order": fixed_product}
+    if has_warpgroup_products(device):
+        ours["fixed order on warpgroups"] = load_product(device)
+    return library | ours
 
 
 def keeps(

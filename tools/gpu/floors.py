@@ -48,10 +48,18 @@ class Shape(msgspec.Struct, frozen=True):
     has_qk_norm: bool = True
 
     @property
+    def linears(self) -> tuple[tuple[int, int], ...]:
+        """Return the outputs and inputs of the linear layers of one decoder layer."""
+        heads = self.num_heads * self.head_dim
+        rows = heads + 2 * self.num_kv_heads * self.head_dim
+        hidden = self.hidden_size
+        width = self.intermediate_size
+        return (rows, hidden), (hidden, heads), (2 * width, hidden), (hidden, width)
+
+    @property
     def layer_values(self) -> int:
         """Return the weights of the linear layers of one decoder layer."""
-        width = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        return self.hidden_size * (width + 3 * self.intermediate_size)
+        return sum(outputs * inputs for outputs, inputs in self.linears)
 
     @property
     def body_values(self) -> int:

@@ -10,13 +10,24 @@ from functools import partial
 import msgspec
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from baton.kernels.cuda.decode_attention import paged_decode_attention
+from baton.kernels.cuda.fixed_product import fixed_product, has_warpgroup_products
 from baton.kernels.cuda.prefill_attention import paged_prefill_attention
 from baton.kernels.cuda.sampling import sample_tokens
+from baton.kernels.hopper.product import load_product
+from baton.model.layers.linear import Product
 from baton.model.sampling.sampler import SampleRow, SamplingTensors
 from baton.protocol.sampling import Sampling
-from tools.gpu.cases import KERNELS, DecodeCase, KernelCases, PrefillCase, SamplingCase
+from tools.gpu.cases import (
+    KERNELS,
+    DecodeCase,
+    KernelCases,
+    PrefillCase,
+    ProductCase,
+    SamplingCase,
+)
 from tools.gpu.floors import Work, causal_flops
 from tools.gpu.kernel_cases import AttentionShape, Batch, attention_batch
 from tools.gpu.rows import Measured
@@ -51,6 +62,12 @@ class Kernels:
                 partial(self.prefill, prefill),
                 10.0,
             )
+        if cases.products:
+            ours = ordered_product(self.desk.device)
+            for product in cases.products:
+                for name, multiply in (("ordered", ours), ("cuBLAS", F.linear)):
+                    blank = Measured(product.key(name), product.unit)
+                    measure(blank, partial(self.products, product, blank, multiply))
         for sampling in cases.sampling:
             measure(
                 Measured(sampling.key, sampling.unit), partial(self.sample, sampling)
@@ -153,6 +170,25 @@ class Kernels:
             q, k, v, is_causal=True, enable_gqa=True
         )
 
+    def products(
+        self, case: ProductCase, blank: Measured, multiply: Product
+    ) -> Measured:
+        """Measure a layer's products, whose weights are more than the L2 cache holds."""
+        pairs = [
+            (self._normal(case.rows, inner), self._normal(columns, inner))
+            for columns, inner in case.linears
+        ]
+        values = sum(weight.numel() for _, weight in pairs)
+        moved = values + sum(case.rows * (c + inner) for c, inner in case.linears)
+        work = Work(VALUE_BYTES * moved, 2 * case.rows * values)
+        timing = self.desk.watch.kernels(
+            [lambda: [multiply(x, weight) for x, weight in pairs]]
+        )
+        return msgspec.structs.replace(blank, work=work, timing=timing)
+
+    def _normal(self, *size: int) -> Tensor:
+        return torch.randn(size, dtype=torch.bfloat16, device=self.desk.device)
+
     def sample(self, case: SamplingCase) -> Measured:
         """Measure the device's sampler as a step has it: the ids stay on the device."""
         rows = [
@@ -187,3 +223,8 @@ class Kernels:
         return Measured(
             case.key, case.unit, Work(VALUE_BYTES * shape[0] * shape[1]), timing
         )
+
+
+def ordered_product(device: torch.device) -> Product:
+    """Return the product of nodes whose sums have one order."""
+    return load_product(device) if has_warpgroup_products(device) else fixed_product

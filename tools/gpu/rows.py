@@ -282,6 +282,7 @@ CLAIMS = (
         r"(decode attention|prefill attention,|QK norm|add \+ norm|SiLU|gather and scatter"
         r"|products of|sums of|latent|sparse|penalties|sampling: device = CPU|kernels beyond).*",
     ),
+    Claim("kernels are proven", r"proof of .*"),
     Claim("bits in any batch and chunking", r"(ordered|prefill attention: bits).*"),
     Claim("graph = eager", r"a replayed step has the bits.*"),
     Claim("capture", r"capture of .*", r"capture of .*"),
@@ -295,6 +296,7 @@ CLAIMS = (
     ),
     Claim("prefill ms", rows=r".* prefill \w+( in chunks of \d+|, graph)?"),
     Claim("prefill attention and SDPA", rows=r"(prefill attention|torch SDPA) .*"),
+    Claim("products and cuBLAS", rows=r"(ordered|cuBLAS) products of a layer.*"),
     Claim("sampler", rows=r"sampling .*"),
     Claim("idle share", rows=r"idle share.*"),
     Claim("lane", r"lane .*"),
