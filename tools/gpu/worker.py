@@ -23,6 +23,7 @@ from tools.gpu.cases import (
     KernelCases,
     KvRead,
     PrefillCase,
+    ProductCase,
     SamplingCase,
     StepCase,
 )
@@ -103,6 +104,7 @@ TINY = Sizes(
             ),
         ),
         sampling=(SamplingCase("sampling tiny", 3, 0.8, 5, 0.9),),
+        products=(ProductCase(3, _TINY_SHAPE.linears),),
     ),
     steps=(
         StepCase(_TINY_SHAPE, "decode", 3, 20),

@@ -92,9 +92,10 @@ def test_every_kernel_agrees_with_its_twin(ran):
 def test_the_last_lines_say_something_of_every_claim(ran):
     last = dict(line.split(": ", 1) for line in ran.lines[-len(CLAIMS) :])
     assert list(last) == [claim.title for claim in CLAIMS]
-    # Interpreted kernels have no registers.
+    # Interpreted kernels have no registers, and a CPU has no kernels to prove.
     assert {title for title, said in last.items() if said.startswith("not tried")} == {
-        "spills"
+        "kernels are proven",
+        "spills",
     }
     assert last["split tokens = aggregated"].startswith("PASS")
     assert last["graph = eager"].startswith("PASS")
