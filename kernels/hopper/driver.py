@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from baton.kernels.hopper.variants import CUDA, PANEL_INPUTS, Grid, Variant
+from torch import Tensor
+
+from baton.kernels.hopper.variants import CUDA, PANEL_INPUTS, Grid
 
 MAX_DYNAMIC_SHARED_BYTES = 8  # of CUfunction_attribute
 BFLOAT16 = 9  # of CUtensorMapDataType
@@ -23,10 +25,28 @@ MAP_BYTES = 128
 MAP_ALIGNMENT = 64
 # Addresses of inputs change from step to step outside graphs; a map is 192 bytes.
 MAX_MAPS = 16_384
+# A kernel's arguments: two maps, the output, and six numbers.
+Arguments = ctypes.c_void_p * 9
+OUTPUT = 2
 
 
 class DriverError(Exception):
     """A call of the driver failed. The text names it and says why."""
+
+
+class Rows(NamedTuple):
+    """Where a matrix in bf16 lies, whose rows are `stride` numbers apart."""
+
+    address: int
+    rows: int
+    inner: int
+    stride: int
+
+    @property
+    def is_readable(self) -> bool:
+        """Return whether TMA can read it."""
+        is_dense = self.stride >= self.inner
+        return is_dense and self.stride % 8 == 0 and self.address % 16 == 0
 
 
 @dataclass(slots=True, frozen=True)
@@ -104,28 +124,18 @@ class Driver:
         function: ctypes.c_void_p,
         shape: tuple[int, int, int],
         stream: int,
-        arguments: Sequence[int],
-        name: str,
+        arguments: ctypes.Array[ctypes.c_void_p],
     ) -> None:
         """Launch programs, threads and bytes of shared memory, with addresses of arguments."""
-        programs, threads, shared_bytes = (ctypes.c_uint(number) for number in shape)
-        one = ctypes.c_uint(1)
-        self._check(
-            self._cuda.cuLaunchKernel(
-                function,
-                programs,
-                one,
-                one,
-                threads,
-                one,
-                one,
-                shared_bytes,
-                ctypes.c_void_p(stream),
-                (ctypes.c_void_p * len(arguments))(*arguments),
-                None,
-            ),
-            name,
+        programs, threads, shared_bytes = shape
+        result = self._cuda.cuLaunchKernel(
+            *(function, programs, 1, 1, threads, 1, 1, shared_bytes),
+            ctypes.c_void_p(stream),
+            arguments,
+            None,
         )
+        if result:
+            self._check(result, "launching a product")
 
     def _check(self, result: int, doing: str) -> None:
         if not result:
@@ -139,35 +149,54 @@ class Driver:
 class CudaKernels:
     """All variants in CUDA C++, loaded into the current context."""
 
-    def __init__(self, cubin: bytes, driver: Driver) -> None:
-        """Load every kernel now: a captured step must not. Raises `DriverError`."""
+    def __init__(
+        self, cubin: bytes, driver: Driver, stream: Callable[[], int] = lambda: 0
+    ) -> None:
+        """Load every kernel now: a captured step must not. Raises `DriverError`.
+
+        `stream` returns the handle of the stream that work goes to.
+        """
         self._driver = driver
+        self._stream = stream
         module = driver.load(cubin)
         self._functions = {
             name: driver.function(module, name, variant.shared_bytes)
             for name, variant in CUDA.items()
         }
         # A map follows from its key alone, so it stays right when memory has another owner.
-        self.tensor_map = functools.lru_cache(MAX_MAPS)(driver.tensor_map)
+        self._tensor_map = functools.lru_cache(MAX_MAPS)(driver.tensor_map)
 
-    def launch(
-        self,
-        name: str,
-        grid: Grid,
-        maps: tuple[TensorMap, TensorMap],
-        out: tuple[int, int, int],
-        stream: int,
-    ) -> None:
-        """Compute `out`, an address, rows and columns, from the maps of x and the weight."""
-        variant: Variant = CUDA[name]
-        address, rows, columns = out
-        numbers = (rows, columns, grid.steps, grid.tiles_m, grid.tiles_n, variant.band)
-        values = [ctypes.c_int(number) for number in numbers]
-        pointer = ctypes.c_void_p(address)
-        arguments = [
+    def launcher(
+        self, name: str, grid: Grid, x: Rows, weight: Rows
+    ) -> Callable[[Tensor], None]:
+        """Return what computes an output, `[x.rows, weight.rows]`, from these operands.
+
+        All that a launch needs is made here: a step outside graphs launches some hundred.
+        """
+        variant = CUDA[name]
+        maps = (
+            self._tensor_map(*x, variant.x_box),
+            self._tensor_map(*weight, variant.weight_box),
+        )
+        sizes = (x.rows, weight.rows, grid.steps, grid.tiles_m, grid.tiles_n)
+        numbers = [ctypes.c_int(number) for number in (*sizes, variant.band)]
+        addresses = [
             *(of.address for of in maps),
-            ctypes.addressof(pointer),
-            *(ctypes.addressof(value) for value in values),
+            0,  # of the output's address
+            *(ctypes.addressof(number) for number in numbers),
         ]
+        template = Arguments(*addresses)
+        function = self._functions[name]
         shape = grid.programs, variant.threads, variant.shared_bytes
-        self._driver.launch(self._functions[name], shape, stream, arguments, name)
+        launch, stream = self._driver.launch, self._stream
+        # The template holds addresses of these.
+        memory = maps, numbers
+
+        def compute(out: Tensor, _memory: object = memory) -> None:
+            # Threads may launch the same product at once, so each launch has its own arguments.
+            pointer = ctypes.c_void_p(out.data_ptr())
+            arguments = Arguments.from_buffer_copy(template)
+            arguments[OUTPUT] = ctypes.addressof(pointer)
+            launch(function, shape, stream(), arguments)
+
+        return compute

@@ -33,7 +33,7 @@ SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, ran
 
 
 @dataclass(slots=True, frozen=True)
-class Rows:
+class Base:
     """The address of a matrix in bf16, for descriptors that outlive its tensor."""
 
     address: int
@@ -46,7 +46,7 @@ class Rows:
 def describe(address: int, rows: int, inner: int, stride: int, box: int) -> object:
     """Return a descriptor of `[rows, inner]` in bf16, whose rows are `stride` apart."""
     shape = [rows, inner]
-    return TensorDescriptor(Rows(address), shape, [stride, 1], [box, 64], SWIZZLED)
+    return TensorDescriptor(Base(address), shape, [stride, 1], [box, 64], SWIZZLED)
 
 
 def launch(

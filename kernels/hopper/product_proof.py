@@ -38,8 +38,7 @@ Product = Callable[[Tensor, Tensor], Tensor]
 class AnyProduct(Protocol):
     """What is proven: `HopperProduct`, or what stands in for it."""
 
-    @property
-    def has_cuda(self) -> bool: ...
+    has_cuda: bool
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor: ...
 

@@ -99,8 +99,8 @@ class HopperMachine:
         programs, _, _, threads, _, _, shared_bytes, _stream, arguments, _ = of
         name = self.names[function.value - 1]
         variant = CUDA[name]
-        assert threads.value == variant.threads
-        assert shared_bytes.value == self.shared_bytes[name]
+        assert threads == variant.threads
+        assert shared_bytes == self.shared_bytes[name]
         x, weight = (
             Matrix(*struct.unpack(FORMAT, ctypes.string_at(arguments[i], 48)))
             for i in (0, 1)
@@ -111,7 +111,7 @@ class HopperMachine:
             for i in range(NUM_NUMBERS)
         ]
         assert out is not None
-        Launch(variant, x, weight, programs.value, *numbers).run(out)
+        Launch(variant, x, weight, programs, *numbers).run(out)
         self.launches.append(name)
         return 0
 

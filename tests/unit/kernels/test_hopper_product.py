@@ -12,7 +12,13 @@ from torch import Tensor
 from baton.kernels.hopper import cubin
 from baton.kernels.hopper.cubin import CompilerMissing, load_cubin
 from baton.kernels.hopper.driver import CudaKernels, Driver, DriverError
-from baton.kernels.hopper.product import HopperProduct, aligned, fits, load_kernels
+from baton.kernels.hopper.product import (
+    HopperProduct,
+    fits,
+    load_kernels,
+    readable,
+    rows_of,
+)
 from baton.kernels.hopper.variants import (
     CUDA,
     GLUON,
@@ -84,9 +90,13 @@ def machine():
 
 
 @pytest.fixture
-def product(machine):
-    kernels = CudaKernels(b"", Driver(machine))
-    return HopperProduct(kernels, MULTIPROCESSORS, lambda: 0)
+def kernels(machine):
+    return CudaKernels(b"", Driver(machine))
+
+
+@pytest.fixture
+def product(kernels):
+    return HopperProduct(kernels, MULTIPROCESSORS)
 
 
 def operands(rows: int, columns: int, inner: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,7 +110,9 @@ def operands(rows: int, columns: int, inner: int) -> tuple[Tensor, Tensor, Tenso
 
 
 @pytest.mark.parametrize("name", CUDA)
-def test_the_plan_of_a_variant_computes_every_number_once(name, product, machine):
+def test_the_plan_of_a_variant_computes_every_number_once(
+    name, kernels, product, machine
+):
     """Sizes that fill no tile, bands of more than one tile, and more tiles than programs."""
     variant = CUDA[name]
     inner = 64 * variant.panels * 3
@@ -111,7 +123,7 @@ def test_the_plan_of_a_variant_computes_every_number_once(name, product, machine
         product.compute(name, x, weight, guarded[: len(x)])
         assert torch.equal(guarded[: len(x)], expected)
         assert (guarded[len(x) :] == 7).all()
-    few = HopperProduct(product.kernels, 4, lambda: 0)
+    few = HopperProduct(kernels, 4)
     out = torch.empty_like(expected)
     few.compute(name, x, weight, out)
     assert torch.equal(out, expected)
@@ -132,7 +144,7 @@ def test_rows_that_lie_in_an_odd_way_are_copied_and_others_are_not(product):
         (columns, False),
         (x[:1].expand(6, 512), False),
     ):
-        assert (aligned(rows) is rows) == is_kept
+        assert (readable(rows)[0] is rows) == is_kept
         out = torch.empty(6, 264).bfloat16()
         product.compute("c64x48_r8", rows, weight, out)
         assert torch.equal(out, (rows.double() @ weight.double().T).bfloat16())
@@ -150,12 +162,18 @@ def test_a_tensor_map_is_made_once_for_an_address_and_a_shape(product, machine):
 
 def test_weights_that_tma_cannot_read_are_left_to_triton():
     bf16 = torch.bfloat16
-    assert fits(torch.empty(264, 128, dtype=bf16))
-    assert not fits(torch.empty(264, 128))
-    assert not fits(torch.empty(260, 128, dtype=bf16))
-    assert not fits(torch.empty(264, 96, dtype=bf16))
-    assert not fits(torch.empty(264, 132, dtype=bf16)[:, 1:129])
-    assert not fits(torch.empty(264, 132, dtype=bf16)[:, :128])
+    whole = torch.empty(264, 128, dtype=bf16)
+    wide = torch.empty(264, 132, dtype=bf16)
+    assert fits(whole, rows_of(whole))
+    for odd in (
+        whole.float(),
+        whole[:260],
+        whole[:, :96],
+        wide[:, 1:129],
+        wide[:, :128],
+        torch.empty(128, 264, dtype=bf16).T,
+    ):
+        assert not fits(odd, rows_of(odd))
 
 
 def test_every_kernel_is_loaded_before_the_first_launch(machine):
@@ -228,7 +246,7 @@ def test_without_nvrtc_gluon_computes_all_products_and_one_line_says_so(
     with pytest.raises(CompilerMissing, match="NVRTC cannot be loaded"):
         load_cubin()
     with caplog.at_level(logging.WARNING, logger="baton"):
-        assert load_kernels(Driver) is None
+        assert load_kernels(Driver, lambda: 0) is None
     (line,) = caplog.records
     assert "Gluon alone" in line.message
 
@@ -239,7 +257,7 @@ def test_a_driver_that_refuses_the_kernels_leaves_products_to_gluon(machine, cap
     with pytest.raises(DriverError, match="CUDA error 1 of loading kernels: invalid"):
         CudaKernels(b"", Driver(machine))
     with caplog.at_level(logging.WARNING, logger="baton"):
-        assert load_kernels(lambda: Driver(machine)) is None
+        assert load_kernels(lambda: Driver(machine), lambda: 0) is None
     assert len(caplog.records) == 1
 
 
