@@ -11,12 +11,16 @@ import torch
 import yaml
 from triton.runtime.errors import OutOfResources, PTXASError
 
+from baton.kernels.cuda import fixed_product
+from baton.kernels.hopper import product
+from baton.kernels.proofs import PRODUCTS
 from baton.model.executors.worker_executor import environment_of
 from baton.model.layers.linear import Linear
 from baton.model.layers.mlp import DenseMlp
 from baton.model.runner import cuda_start, rank
 from baton.model.runner.compute_digest import compute_path, is_batch_invariant
 from baton.model.runner.cuda_start import GpuMemory
+from baton.model.runner.device_kernels import DeviceKernels
 from baton.model.runner.rank import plan_rank
 from baton.protocol.config import CacheConfig, ClusterConfig, ModelConfig
 from baton.protocol.errors import ConfigError, NodeError
@@ -57,6 +61,29 @@ def test_a_gpu_takes_longer_steps_and_its_pool_is_sized_later():
     )
     on_cpu = plan_rank(config_for("cpu"), 1)
     assert (on_cpu.max_num_batched_tokens, on_cpu.max_num_seqs) == (512, 64)
+
+
+@pytest.mark.usefixtures("with_gpu")
+@pytest.mark.parametrize("capability", [(9, 0), (8, 0)])
+def test_a_rank_takes_the_products_that_are_proven(capability, monkeypatch):
+    def loaded_for(device: torch.device) -> str:
+        return f"products on {device}"
+
+    monkeypatch.setattr(product, "load_product", loaded_for)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    fixed_product.has_warpgroup_products.cache_clear()
+    plan = plan_rank(config_for("auto"), 1)
+    proven = DeviceKernels(frozenset({PRODUCTS}), is_ordered=True)
+    ordered = rank._ordered_product(plan, proven)
+    assert ordered == "products on cuda:0"
+    unproven = DeviceKernels(is_ordered=True, unproven=(PRODUCTS,))
+    assert rank._ordered_product(plan, unproven) is fixed_product.fixed_product
+    assert rank._ordered_product(plan, DeviceKernels(frozenset({PRODUCTS}))) is None
+    # There Triton's product has the bits of the proven ones, and no library comes between them.
+    is_hopper = capability == (9, 0)
+    library = None if is_hopper else torch.nn.functional.linear
+    assert rank._examined_library(plan) is library
+    fixed_product.has_warpgroup_products.cache_clear()
 
 
 @pytest.mark.usefixtures("with_gpu")
