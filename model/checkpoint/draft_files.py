@@ -13,6 +13,7 @@ from msgspec import Meta
 from baton.model.checkpoint.tensors import EMBEDDING, eagle_tensors
 from baton.model.checkpoint.weight_files import stored_tensors
 from baton.model.config.decoder_config import DecoderConfig, EagleConfig, decoder_config
+from baton.model.config.latent_config import IndexConfig, LatentConfig
 from baton.model.config.reading import converted, read_fields
 from baton.model.families.dense import EAGLE_3
 from baton.model.families.table import BY_MODEL_TYPE
@@ -81,7 +82,19 @@ def with_draft_head(
         )
     if f"{block}{names.head}.weight" not in stored:
         names = msgspec.structs.replace(names, head="")  # it takes the model's
+    if config.latent is not None and config.latent.index is not None:
+        config = _with_indexed_draft(config, config.latent, config.latent.index)
     return msgspec.structs.replace(config, draft=names)
+
+
+def _with_indexed_draft(
+    config: DecoderConfig, latent: LatentConfig, index: IndexConfig
+) -> DecoderConfig:
+    """Return the decoder whose layer that drafts has an index of its own, as in all files."""
+    layers = (*index.layers, config.num_layers)
+    index = msgspec.structs.replace(index, layers=layers)
+    latent = msgspec.structs.replace(latent, index=index)
+    return msgspec.structs.replace(config, latent=latent)
 
 
 def _eagle(folder: Path, model: DecoderConfig) -> EagleConfig:

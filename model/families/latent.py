@@ -47,6 +47,7 @@ LATENT = (
         latent=Latent(is_interleaved=True, index=Index()),
         experts=DEEPSEEK_EXPERTS,
         has_nextn_layers=True,
+        draft=NEXTN,
     ),
     Family(
         title="GLM-5",
@@ -64,6 +65,7 @@ LATENT = (
         ),
         experts=DEEPSEEK_EXPERTS,
         has_nextn_layers=True,
+        draft=NEXTN,
     ),
     Family(
         title="GLM-4.7-Flash",

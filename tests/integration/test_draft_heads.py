@@ -121,6 +121,7 @@ def test_drafts_behind_a_handoff_are_those_of_plain_torch(tmp_path, monkeypatch)
         ("deepseek_v3", 1, 2),
         ("qwen3_5_text", 2, 1),
         nightly("qwen3_next", 1, 2),
+        nightly("deepseek_v32", 1, 2),
         nightly("glm4_moe", 2, 1),
         nightly("glm4_moe", 2, 2),
         nightly("eagle3", 1, 2),

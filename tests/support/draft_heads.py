@@ -45,7 +45,14 @@ QWEN = HeadNames(
     feeds_normed=True,
     fields={"layer_types": ("linear_attention", "full_attention") * 2},
 )
-NAMES = {"qwen3_5_text": QWEN, "qwen3_next": QWEN, "qwen3_5_moe_text": QWEN}
+# Some layers take the keys that an earlier one has chosen, but not the one that drafts.
+SPARSE = HeadNames(fields={"indexer_types": ("full", "shared", "full", "full")})
+NAMES = {
+    "qwen3_5_text": QWEN,
+    "qwen3_next": QWEN,
+    "qwen3_5_moe_text": QWEN,
+    "glm_moe_dsa": SPARSE,
+}
 
 
 def names_of(kind: str) -> HeadNames:

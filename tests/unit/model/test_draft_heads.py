@@ -32,7 +32,8 @@ from tests.support.foreign_checkpoints import foreign_folder
 from tests.support.oracle import prompt
 
 STATES = ("qwen3_5_text", "qwen3_next")
-KINDS = ("glm4_moe", "deepseek_v3", "glm4_moe_lite", *STATES)
+SPARSE = ("deepseek_v32", "glm_moe_dsa")
+KINDS = ("glm4_moe", "deepseek_v3", "glm4_moe_lite", *STATES, *SPARSE)
 NUM_DRAFTS = 3
 LIMITS = NodeLimits(
     max_num_batched_tokens=32,
@@ -149,6 +150,7 @@ def test_drafts_are_those_of_plain_torch_whole_chunked_and_cached(kind):
         ("glm4_moe", 0.0, 2),
         ("glm4_moe", 0.8, 1),
         ("deepseek_v3", 0.8, 2),
+        ("glm_moe_dsa", 0.8, 1),
         ("qwen3_next", 0.0, 2),
         ("qwen3_5_text", 0.8, 1),
         ("eagle3", 0.8, 1),
@@ -170,7 +172,7 @@ def test_tokens_do_not_depend_on_drafts(kind, temperature, depth):
     assert served.pool.num_owned == 0
 
 
-@pytest.mark.parametrize("kind", ["glm4_moe", *STATES])
+@pytest.mark.parametrize("kind", ["glm4_moe", "deepseek_v32", *STATES])
 def test_a_head_that_is_always_right_saves_most_steps(kind):
     with loaded(drafting(knowing_folder(kind))) as runner:
         served = Served(runner)
