@@ -12,6 +12,7 @@ from baton.protocol.messages import Role
 from baton.router.outputs import RequestOutput
 from tests.integration.test_split_parity import BLOCK, greedy, oracle, settings
 from tests.support.checkpoints import model_folder
+from tests.support.depth import nightly
 from tests.support.foreign_checkpoints import foreign_folder
 from tests.support.node_threads import NodeThreads, never_local
 from tests.support.oracle import count_ties, prompt
@@ -47,7 +48,7 @@ def check_tokens(folder: Path, turns: list[RequestOutput]) -> None:
     [
         (lambda: model_folder("qwen3"), 1, 1),
         (lambda: model_folder("qwen3"), 1, 2),
-        (lambda: model_folder("qwen3"), 2, 1),
+        nightly(lambda: model_folder("qwen3"), 2, 1),
         (lambda: foreign_folder("deepseek_v3"), 1, 1),
     ],
     ids=["equal", "from two ranks", "to two ranks", "latent"],

@@ -16,7 +16,6 @@ COMMON = (
     "begin a form anew on another node",
     "go on without a rank",
     "blame requests for a killed rank",
-    "try one key alone",
     "believe transports",
 )
 MAX_SEEDS = 2_000

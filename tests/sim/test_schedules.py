@@ -18,8 +18,9 @@ from baton.router.core.pair_health import Pairs
 from tests.sim.clock import SimLoop
 from tests.sim.nemesis.schedule import Fault
 from tests.sim.world import Result, World, simulate
+from tests.support.depth import nightly
 
-SEEDS_APIECE = 10
+SEEDS_APIECE = 5
 
 
 def seeds(first: int, num_quick: int, num: int) -> list[Any]:
@@ -38,7 +39,7 @@ def no_logs():
     logging.getLogger("baton").setLevel(logging.CRITICAL)
 
 
-@pytest.mark.parametrize("first", seeds(0, 20, 100))
+@pytest.mark.parametrize("first", seeds(0, 10, 100))
 def test_schedules_of_faults_lose_nothing(first):
     for seed in range(first, first + SEEDS_APIECE):
         result = simulate(seed)
@@ -47,7 +48,7 @@ def test_schedules_of_faults_lose_nothing(first):
         )
 
 
-@pytest.mark.parametrize("first", seeds(400, 10, 40))
+@pytest.mark.parametrize("first", seeds(400, 5, 40))
 def test_schedules_of_faults_lose_no_state(first):
     for seed in range(first, first + SEEDS_APIECE):
         result = simulate(seed, state_blocks=1 + seed % 3)
@@ -62,23 +63,24 @@ def test_a_schedule_that_has_found_a_fault_finds_none(seed):
     assert not simulate(seed).problems
 
 
-def test_a_seed_decides_everything():
-    for seed in (4, 108):
-        one = simulate(seed)
-        again = simulate(seed)
-        assert (one.met, one.fates, one.virtual_s, one.log) == (
-            again.met,
-            again.fates,
-            again.virtual_s,
-            again.log,
-        )
+@pytest.mark.parametrize("seed", [4, nightly(108)])
+def test_a_seed_decides_everything(seed):
+    one = simulate(seed)
+    again = simulate(seed)
+    assert (one.met, one.fates, one.virtual_s, one.log) == (
+        again.met,
+        again.fates,
+        again.virtual_s,
+        again.log,
+    )
 
 
-def test_without_a_fault_every_handoff_lands():
-    for seed in (7, 10, 15, 17):  # in which no client leaves
-        met = {kind for kind, _ in simulate(seed, [[], []], lends=False).met}
-        assert met.isdisjoint(("Withdrawn", "Declined", "Failed"))
-        assert "Done" in met
+# In which no client leaves.
+@pytest.mark.parametrize("seed", [7, 10, nightly(15), nightly(17)])
+def test_without_a_fault_every_handoff_lands(seed):
+    met = {kind for kind, _ in simulate(seed, [[], []], lends=False).met}
+    assert met.isdisjoint(("Withdrawn", "Declined", "Failed"))
+    assert "Done" in met
 
 
 CUT_S = 1005.0

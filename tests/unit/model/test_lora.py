@@ -41,6 +41,7 @@ from tests.support.thread_ranks import on_all, thread_ranks
 
 MODEL = "qwen2"  # has biases in its projections
 TOKENS = random_tokens(60, vocab=512)
+SOME = (("q_proj", "v_proj"), ("up_proj",), ("down_proj",))
 FUSED = ("qkv_proj", "gate_up_proj")
 
 
@@ -59,9 +60,15 @@ def expected(folder: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "targets", [ALL, ("q_proj", "v_proj"), ("up_proj",), ("down_proj",), FUSED]
+    ("targets", "use_rslora"),
+    [
+        (ALL, False),
+        (ALL, True),
+        (FUSED, False),
+        *(nightly(some, False) for some in SOME),
+        *(nightly(some, True) for some in (*SOME, FUSED)),
+    ],
 )
-@pytest.mark.parametrize("use_rslora", [False, True])
 def test_an_adapter_computes_what_its_merged_weights_compute(targets, use_rslora):
     model = (
         foreign_folder("phi3")

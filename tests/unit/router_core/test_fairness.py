@@ -17,6 +17,7 @@ from baton.router.core.admission import Admission
 from baton.router.core.policy import CheapestPair
 from baton.router.core.request import Selection, Tenant
 from tests.support.choosing import cluster, place
+from tests.support.depth import nightly
 from tests.support.scripted_nodes import node_info
 
 STEP = StepLimits(64, 512)
@@ -132,7 +133,7 @@ def sends(bench: Cluster, tenant: Tenant, first_s: float, every_s: float) -> Non
         bench.at(first_s + number * every_s, "sent", tenant)
 
 
-@pytest.mark.parametrize("rate", [60, 120, 400])
+@pytest.mark.parametrize("rate", [60, 120, nightly(400)])
 def test_a_polite_client_gets_its_first_token_within_twice_the_time_that_it_takes_alone(
     rate,
 ):
