@@ -74,7 +74,7 @@ PREFILL = "hopper-prefill"
 # Attention of prompts and of decode steps in one order of sums.
 ONE_ORDER = "hopper-one-order"
 
-CANDIDATES = (Candidate(PRODUCTS, "baton.kernels.hopper.product_proof"),)
+CANDIDATES = (Candidate(PRODUCTS, "baton.kernels.hopper.products.product_proof"),)
 
 
 def kernels_of(candidate: Candidate) -> ProvableKernels:

@@ -7,10 +7,9 @@ columns fills the device; for many rows one program computes all parts of a tile
 
 If `engine.deterministic` is on, `fixed_product` replaces the library's product for weights with
 which the library's bits change with the batch. On compute capability 9.0 it has one part for the
-weights that `kernels/hopper` takes, and so its bits: whichever of the two computes a weight, a
-row's result is the same. `NarrowProduct` reads weights of four bits or FP8,
-a half or a quarter of the bytes: a tile of codes becomes the numbers that they stand for, rounded
-to bf16.
+weights that `kernels/hopper/products` takes, and so its bits: whichever of the two computes a
+weight, a row's result is the same. `NarrowProduct` reads weights of four bits or FP8, a half or a
+quarter of the bytes: a tile of codes becomes the numbers that they stand for, rounded to bf16.
 """
 
 # ruff: noqa: N803, PLR0913, PLR0917
@@ -65,7 +64,7 @@ def one_chain_product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def is_one_chain(weight: Tensor) -> bool:
-    """Return whether sums have one part: where `kernels/hopper` computes them, or could."""
+    """Return whether sums have one part: where those of `kernels/hopper/products` have."""
     return (
         weight.dtype == torch.bfloat16
         and has_fitting_sizes(*weight.shape)
@@ -74,7 +73,7 @@ def is_one_chain(weight: Tensor) -> bool:
 
 
 def has_fitting_sizes(columns: int, inner: int) -> bool:
-    """Return whether `kernels/hopper` takes weights of this shape."""
+    """Return whether `kernels/hopper/products` takes weights of this shape."""
     return columns % 8 == 0 and inner % 64 == 0
 
 

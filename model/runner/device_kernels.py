@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.kernels.hopper.cubin import compiler_name
+from baton.kernels.hopper.products.cubin import compiler_name
 from baton.kernels.proofs import (
     ONE_ORDER,
     PRODUCTS,

@@ -501,7 +501,7 @@ def _ordered_product(plan: RankPlan, kernels: DeviceKernels) -> Product | None:
         return None
     # Triton is imported here for the same reason as in `_on_gpu`.
     if PRODUCTS in kernels.proven:
-        from baton.kernels.hopper.product import load_product
+        from baton.kernels.hopper.products.product import load_product
 
         return load_product(plan.device)
     from baton.kernels.cuda.fixed_product import fixed_product

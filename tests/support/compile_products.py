@@ -13,10 +13,10 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from baton.kernels.hopper.cubin import compiled
-from baton.kernels.hopper.cuda_source import source
-from baton.kernels.hopper.gluon_product import describe, launch
-from baton.kernels.hopper.variants import CUDA, VARIANTS, grid_of
+from baton.kernels.hopper.products.cubin import compiled
+from baton.kernels.hopper.products.cuda_source import source
+from baton.kernels.hopper.products.gluon_product import describe, launch
+from baton.kernels.hopper.products.variants import CUDA, VARIANTS, grid_of
 from tests.support.compile_kernels import dumped, usages
 
 ROWS, COLUMNS, INNER = 8, 4096, 4096

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.kernels.hopper.variants import CUDA, PANEL_INPUTS, Variant
+from baton.kernels.hopper.products.variants import CUDA, PANEL_INPUTS, Variant
 
 INVALID_VALUE = 1
 NUM_NUMBERS = 6

@@ -19,7 +19,7 @@ from baton.kernels.cuda.decode_attention import paged_decode_attention
 from baton.kernels.cuda.fixed_product import fixed_product, has_warpgroup_products
 from baton.kernels.cuda.pool_writes import move_blocks, rope_and_store
 from baton.kernels.cuda.prefill_attention import paged_prefill_attention
-from baton.kernels.hopper.product import load_product
+from baton.kernels.hopper.products.product import load_product
 from baton.kernels.proofs import Candidate, ModelShapes, ProofRequest, possible, prove
 from baton.model.batch_invariance.device_linears import keeps_bits
 from baton.model.layers.linear import Product

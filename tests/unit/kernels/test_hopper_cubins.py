@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.kernels.hopper.variants import CUDA, GLUON, VARIANTS
+from baton.kernels.hopper.products.variants import CUDA, GLUON, VARIANTS
 from tests.support.module_process import said_by
 
 pytest.importorskip("triton")

@@ -9,17 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from baton.kernels.hopper import cubin
-from baton.kernels.hopper.cubin import CompilerMissing, load_cubin
-from baton.kernels.hopper.driver import CudaKernels, Driver, DriverError
-from baton.kernels.hopper.product import (
+from baton.kernels.hopper.products import cubin
+from baton.kernels.hopper.products.cubin import CompilerMissing, load_cubin
+from baton.kernels.hopper.products.driver import CudaKernels, Driver, DriverError
+from baton.kernels.hopper.products.product import (
     HopperProduct,
     fits,
     load_kernels,
     readable,
     rows_of,
 )
-from baton.kernels.hopper.variants import (
+from baton.kernels.hopper.products.variants import (
     CUDA,
     GLUON,
     TABLE,

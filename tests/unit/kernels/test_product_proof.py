@@ -5,9 +5,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.kernels.hopper import product_proof
-from baton.kernels.hopper.product_proof import Trial, counts_for, missing_for, prove
-from baton.kernels.hopper.variants import ANY_ROWS, TABLE
+from baton.kernels.hopper.products import product_proof
+from baton.kernels.hopper.products.product_proof import (
+    Trial,
+    counts_for,
+    missing_for,
+    prove,
+)
+from baton.kernels.hopper.products.variants import ANY_ROWS, TABLE
 from baton.kernels.proofs import CANDIDATES, PRODUCTS, ModelShapes, kernels_of
 
 QWEN3_8B = ModelShapes(

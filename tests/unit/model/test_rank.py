@@ -12,7 +12,7 @@ import yaml
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from baton.kernels.cuda import fixed_product
-from baton.kernels.hopper import product
+from baton.kernels.hopper.products import product
 from baton.kernels.proofs import PRODUCTS
 from baton.model.executors.worker_executor import environment_of
 from baton.model.layers.linear import Linear

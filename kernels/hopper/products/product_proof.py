@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from baton.kernels.cuda.fixed_product import has_fitting_sizes, one_chain_product
-from baton.kernels.hopper.product import CAPABILITY, load_product
-from baton.kernels.hopper.variants import (
+from baton.kernels.hopper.products.product import CAPABILITY, load_product
+from baton.kernels.hopper.products.variants import (
     ANY_ROWS,
     CUDA,
     VARIANTS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from baton.kernels.hopper.variants import CUDA, Variant
+from baton.kernels.hopper.products.variants import CUDA, Variant
 
 SHARES = {"": 0, "x": 1, "weight": 2}
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 
-from baton.kernels.hopper.cuda_source import source
+from baton.kernels.hopper.products.cuda_source import source
 from baton.runtime.private_cache import (
     cache_folder,
     compiling_alone,

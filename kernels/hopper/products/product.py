@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from baton.kernels.cuda.fixed_product import fixed_product, has_fitting_sizes
-from baton.kernels.hopper.cubin import CompilerMissing, load_cubin
-from baton.kernels.hopper.driver import CudaKernels, Driver, DriverError, Rows
-from baton.kernels.hopper.gluon_product import describe, launch
-from baton.kernels.hopper.variants import (
+from baton.kernels.hopper.products.cubin import CompilerMissing, load_cubin
+from baton.kernels.hopper.products.driver import CudaKernels, Driver, DriverError, Rows
+from baton.kernels.hopper.products.gluon_product import describe, launch
+from baton.kernels.hopper.products.variants import (
     CUDA,
     VARIANTS,
     choose,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from baton.kernels.hopper.variants import CUDA, PANEL_INPUTS, Grid
+from baton.kernels.hopper.products.variants import CUDA, PANEL_INPUTS, Grid
 
 MAX_DYNAMIC_SHARED_BYTES = 8  # of CUfunction_attribute
 BFLOAT16 = 9  # of CUtensorMapDataType

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from baton.kernels.hopper.variants import Grid, Variant
+from baton.kernels.hopper.products.variants import Grid, Variant
 
 NUM_WARPS = 4
 # Registers of a thread at the launch, by warpgroups and programs on a multiprocessor.
