@@ -74,7 +74,11 @@ PREFILL = "hopper-prefill"
 # Attention of prompts and of decode steps in one order of sums.
 ONE_ORDER = "hopper-one-order"
 
-CANDIDATES = (Candidate(PRODUCTS, "baton.kernels.hopper.products.product_proof"),)
+CANDIDATES = (
+    Candidate(PRODUCTS, "baton.kernels.hopper.products.product_proof"),
+    Candidate(PREFILL, "baton.kernels.hopper.prefill_proof"),
+    Candidate(ONE_ORDER, "baton.kernels.hopper.one_order_proof"),
+)
 
 
 def kernels_of(candidate: Candidate) -> ProvableKernels:

@@ -6,6 +6,7 @@ made once a step for all layers that see equally many keys.
 
 # ruff: noqa: PLR0913, PLR0917  (the signatures are the kernels': tensors, not records)
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +55,7 @@ class PrefillPlan:
     items: Tensor  # of `plan_prefill`
     num_programs: int
     window: int | None
+    kv: TensorDescriptor  # of the pool; it takes the host as long as a launch
 
 
 def tiles_of(q: Tensor, pool: Tensor) -> tuple[Tile, Tile]:
@@ -88,7 +90,7 @@ def prefill_plan(
     tile: Tile | None = None,
     programs: int | None = None,
 ) -> PrefillPlan:
-    """Return the plan of a step, of which `q` and `pool` tell the sizes alone."""
+    """Return the plan of a step for a pool; `q` tells sizes alone."""
     num_tokens, num_heads, head_dim = q.shape
     kv_heads = pool.shape[1]
     group = num_heads // kv_heads
@@ -108,7 +110,7 @@ def prefill_plan(
         count,
         window,
     )
-    return PrefillPlan(tile, items, count, window)
+    return PrefillPlan(tile, items, count, window, _rows(pool))
 
 
 def paged_prefill_attention(
@@ -140,7 +142,7 @@ def paged_prefill_attention(
     registers, producer_registers, most_registers = REGISTERS[tile.warpgroups]
     prefill_kernel[(plan.num_programs,)](
         _queries(q, pool.shape[1], tile.pack),
-        _rows(pool),
+        plan.kv,
         plan.items,
         block_tables,
         out,
@@ -201,7 +203,9 @@ def _rows(pool: Tensor) -> TensorDescriptor:
 def _described(
     tensor: Tensor, shape: list[int], strides: list[int], box: list[int]
 ) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout(
-        swizzle_byte_width=128, element_bitwidth=16, rank=len(shape)
-    )
-    return TensorDescriptor(tensor, shape, strides, box, layout)
+    return TensorDescriptor(tensor, shape, strides, box, _layout(len(shape)))
+
+
+@functools.cache
+def _layout(rank: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)

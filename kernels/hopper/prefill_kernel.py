@@ -622,7 +622,9 @@ def _produce(
         t += 1
 
 
-@gluon.jit(do_not_specialize=["base_rows", "stride_table", "window", "heads"])
+@gluon.jit(
+    do_not_specialize=["table_ptr", "base_rows", "stride_table", "window", "heads"]
+)
 def prefill_kernel(
     q_desc: tma.tensor_descriptor,
     kv_desc: tma.tensor_descriptor,

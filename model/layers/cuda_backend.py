@@ -2,11 +2,11 @@
 
 Only ranks that compute on CUDA import this file, because it imports Triton. Sequences at the head
 of a batch that decode one token share a split-context kernel. From the first longer slice on, rows
-go through the prefill kernel, which is exact for single tokens too.
+go through the prefill kernel, which is exact for single tokens too. Kernels for one kind of GPU
+take the place of these where they are proven.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from baton.kernels.cuda.pool_writes import rope_and_store
 from baton.kernels.cuda.prefill_attention import paged_prefill_attention
 from baton.kernels.cuda.rows import add_rms_norm, gate_mul
 from baton.kernels.cuda.sparse_attention import MAX_HEAD_DIM, MAX_HEADS, choose_keys
+from baton.kernels.proofs import ONE_ORDER, PREFILL
 from baton.kernels.state_reference import StateWeights
 from baton.model.layers.attention import (
     PLAIN_KEYS,
@@ -36,13 +37,14 @@ from baton.model.layers.attention import (
     Tables,
     pool_suffix,
 )
+from baton.model.layers.hopper_attention import HopperAttention
 from baton.protocol.errors import InvariantBroken
 
 
 class CudaBackend:
     """The Triton kernels over a pool in device memory."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (a rank makes it once)
         self,
         pool: Tensor,
         num_heads: int,
@@ -51,9 +53,18 @@ class CudaBackend:
         *,
         is_ordered: bool = False,
         index: IndexPool | None = None,
+        proven: frozenset[str] = frozenset(),
     ) -> None:
-        """`is_ordered` merges keys in one order, so a row's bits do not depend on the batch."""
-        self.name = ("triton-ordered" if is_ordered else "triton") + pool_suffix(pool)
+        """`is_ordered` merges keys in one order, so a row's bits do not depend on the batch.
+
+        `proven` names the candidates of `kernels/proofs.py` that may compute this model.
+        """
+        self._hopper: HopperAttention | None = None
+        kind = "triton-ordered" if is_ordered else "triton"
+        if (ONE_ORDER if is_ordered else PREFILL) in proven:
+            self._hopper = HopperAttention(pool, has_one_order=is_ordered)
+            kind = "hopper-ordered" if is_ordered else "triton-hopper"
+        self.name = kind + pool_suffix(pool)
         self.is_batch_invariant = is_ordered
         # [num_blocks, kv_heads, num_layers, 2 or 1, block_size, head_dim].
         self.pool = pool
@@ -72,6 +83,8 @@ class CudaBackend:
         self._positions = batch.positions
         self._slots = batch.slots
         self._tables = batch.tables
+        if self._hopper is not None:
+            self._hopper.begin(batch.tables)
         if self._index is not None:
             self._sequences = _sequences(batch.tables, batch.num_tokens)
             # A token of padding is not stored, and sees nothing.
@@ -88,44 +101,60 @@ class CudaBackend:
         q = self._stored(layer, qkv.view(len(qkv), -1, self.head_dim), head_norms)
         if self._index is not None:
             return self._attend_chosen(q, layer, self._index.num_chosen, rows)
-        decode: Callable[..., Tensor]
-        prefill: Callable[..., Tensor]
-        if self.pool.shape[3] == 1:
-            scale = self.scoring.scale
-            rotated = self._angles[0].shape[1]
-            decode = partial(latent_decode_attention, scale=scale, rotated=rotated)
-            prefill = partial(latent_prefill_attention, scale=scale, rotated=rotated)
-        else:
-            how = self.scoring._asdict()
-            ordered = self.is_batch_invariant
-            decode = partial(paged_decode_attention, **how, ordered=ordered)
-            prefill = partial(paged_prefill_attention, **how, ordered=ordered)
         parts: list[Tensor] = []
-        tables = self._tables
         decoding = self._tables.num_decoding
         if decoding:
-            parts.append(
-                decode(
-                    q[:decoding],
-                    self.pool,
-                    layer,
-                    tables.blocks[:decoding],
-                    tables.context_lens[:decoding],
-                )
-            )
-        if decoding < len(tables.blocks):
-            parts.append(
-                prefill(
-                    q[decoding:],
-                    self.pool,
-                    layer,
-                    tables.blocks[decoding:],
-                    tables.query_starts,
-                    tables.context_lens[decoding:],
-                )
-            )
+            parts.append(self._decode(q[:decoding], layer))
+        if decoding < len(self._tables.blocks):
+            parts.append(self._prefill(q[decoding:], layer))
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out.flatten(1) if rows is None else out[rows].flatten(1)
+
+    def _decode(self, q: Tensor, layer: int) -> Tensor:
+        """Return the attention of the sequences that decode one token each."""
+        if self._hopper is not None and self._hopper.has_one_order:
+            return self._hopper.decode(q, layer, self.scoring)
+        blocks = self._tables.blocks[: len(q)]
+        lens = self._tables.context_lens[: len(q)]
+        if self.pool.shape[3] == 1:
+            rotated = self._angles[0].shape[1]
+            scale = self.scoring.scale
+            return latent_decode_attention(
+                q, self.pool, layer, blocks, lens, scale, rotated
+            )
+        return paged_decode_attention(
+            q,
+            self.pool,
+            layer,
+            blocks,
+            lens,
+            *self.scoring,
+            ordered=self.is_batch_invariant,
+        )
+
+    def _prefill(self, q: Tensor, layer: int) -> Tensor:
+        """Return the attention of the sequences from the first longer slice on."""
+        if self._hopper is not None:
+            return self._hopper.prefill(q, layer, self.scoring)
+        tables = self._tables
+        blocks = tables.blocks[tables.num_decoding :]
+        lens = tables.context_lens[tables.num_decoding :]
+        if self.pool.shape[3] == 1:
+            rotated = self._angles[0].shape[1]
+            scale = self.scoring.scale
+            return latent_prefill_attention(
+                q, self.pool, layer, blocks, tables.query_starts, lens, scale, rotated
+            )
+        return paged_prefill_attention(
+            q,
+            self.pool,
+            layer,
+            blocks,
+            tables.query_starts,
+            lens,
+            *self.scoring,
+            ordered=self.is_batch_invariant,
+        )
 
     def _stored(self, layer: int, qkv: Tensor, head_norms: Tensor | None) -> Tensor:
         """Store keys and values, and return the rotated queries."""

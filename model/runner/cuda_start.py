@@ -141,6 +141,7 @@ def _what_to_free(memory: GpuMemory) -> str:
 # Short prompts of one captured step, and their tokens.
 PROMPTS = 8
 PROMPT_TOKENS = (64, 128, 192, 256, 384, 512)
+MANY_TOKENS = 65  # of a chunk that no tile for few queries takes
 POOL_SHARE = 0.9  # the share of the memory that the weights and the largest step leave
 CONTEXT_BYTES = 1 << 29  # about what CUDA itself takes for a process
 
@@ -266,18 +267,26 @@ def prepare(runner: Runner, buckets: Sequence[Bucket], progress: Progress) -> No
 
 
 def warm_up(runner: Runner) -> None:
-    """Compute a prompt of two tokens, its last token again, and a token of the longest context.
+    """Compute prompts of two and of more tokens, a token again, and one of the longest context.
 
-    This compiles every kernel, including the one that merges the splits of long contexts. All
-    stores go to block 0, which has no owner yet and whose first owner stores before it reads.
+    This compiles every kernel, including the one that merges the splits of long contexts, for both
+    tiles of prefill attention. All stores go to block 0, which has no owner yet and whose first
+    owner stores before it reads.
     """
     key = Key(RequestId("warm-up"))
     sampling = Sampling(
         seed=0, max_tokens=1, top_p=0.9, penalties=Penalties(presence=1.0)
     )
     num_blocks = max(1, runner.backend.table_blocks)
-    longest = (num_blocks - 1) * runner.cache.pool.shape[4]
-    for start, length, width in ((0, 2, 1), (1, 1, 1), (longest, 1, num_blocks)):
+    size = runner.cache.pool.shape[4]
+    longest = (num_blocks - 1) * size
+    many = min(MANY_TOKENS, num_blocks * size)
+    for start, length, width in (
+        (0, 2, 1),
+        (0, many, -(-many // size)),
+        (1, 1, 1),
+        (longest, 1, num_blocks),
+    ):
         part = Slice(
             key, start, length, (0,) * length, (0,) * width, (0,), sampling, 2, past=()
         )

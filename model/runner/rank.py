@@ -568,6 +568,7 @@ def _on_gpu(
             *_rotation(plan),
             is_ordered=kernels.is_ordered,
             index=_index_pool(plan, cache),
+            proven=kernels.proven,
         )
         vocab = plan.decoder.vocab_size
         counts = DeviceCounts(plan.max_num_seqs, vocab, plan.device, penalize_counted)

@@ -2,7 +2,7 @@
 
 `plans N` plans N random batches and asserts what a plan promises. `proofs` runs the proofs of
 attention on a stand-in for the kernel, then on stand-ins with a fault each, and prints as JSON what
-they say.
+they say. `backend` computes layers of a step with Triton's kernels and with Hopper's.
 """
 
 import json
@@ -14,11 +14,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from baton.kernels.hopper import one_order_proof, prefill_attention, prefill_proof
+from baton.kernels.hopper.attention_cases import fault_in
 from baton.kernels.hopper.prefill_plan import plan_prefill
-from baton.kernels.proofs import ModelShapes
+from baton.kernels.proofs import ONE_ORDER, PREFILL, ModelShapes
+from baton.model.layers.attention import Batch, Tables
+from baton.model.layers.cuda_backend import CudaBackend
 from tests.support.hopper_stand_in import StandIn
 from tests.support.interpret_kernels import Interpreting
 from tests.support.interpret_one_order import MACHINE
+from tools.gpu.kernel_cases import AttentionShape, attention_batch, rotation_table
 
 COUNTS = st.one_of(st.sampled_from([0, 1, 2, 16, 128]), st.integers(1, 400))
 CACHED = st.one_of(st.just(0), st.integers(0, 1500))
@@ -145,6 +149,53 @@ def _said(proof: object, shapes: ModelShapes, *faults: str) -> str:
         return str(proof.prove(shapes, "cpu"))  # type: ignore[attr-defined]
 
 
+def layers_beside_triton() -> dict[str, str]:
+    """Return, by the name of a backend for Hopper, where its layers differ from Triton's.
+
+    The step has two sequences that decode, a chunk, padding, and a chunk of a prompt's start.
+    """
+    contexts = (33, 20, 70, 0, 18)
+    queries = (1, 1, 40, 0, 18)
+    shape = AttentionShape(contexts, queries, 4, 2, 64, dtype=torch.bfloat16)
+    case = attention_batch(shape, "cpu")
+    positions = torch.cat(
+        [
+            torch.arange(context - count, context)
+            for context, count in zip(contexts, queries, strict=True)
+        ]
+    )
+    rows = torch.arange(len(queries)).repeat_interleave(torch.tensor(queries))
+    slots = case.block_tables[rows, positions // 16] * 16 + positions % 16
+    tables = Tables(
+        case.block_tables, case.context_lens, case.query_starts[2:] - 2, num_decoding=2
+    )
+    batch = Batch(positions, positions, slots.long(), (), tables)
+    qkv = torch.randn(
+        len(positions), 8 * 64, generator=torch.Generator().manual_seed(0)
+    )
+    found = {}
+    for is_ordered in (False, True):
+        outs = []
+        for proven in (frozenset[str](), frozenset({PREFILL, ONE_ORDER})):
+            backend = CudaBackend(
+                case.pool.clone(),
+                4,
+                [rotation_table(128, 64)],
+                1e-6,
+                is_ordered=is_ordered,
+                proven=proven,
+            )
+            with patch.object(prefill_attention, "prefill_kernel", StandIn(MACHINE)):
+                backend.begin(batch)
+                outs.append(
+                    torch.stack(
+                        [backend.attend(n, qkv.bfloat16(), None) for n in range(2)]
+                    )
+                )
+        found[backend.name] = fault_in(outs[1], outs[0])
+    return found
+
+
 def make_small() -> None:
     """Let the proofs take shorter contexts, since the interpreter is slow."""
     prefill_proof.BATCHES = (
@@ -166,6 +217,9 @@ def main() -> None:
     if sys.argv[1] == "plans":
         check_plans(int(sys.argv[2]))
         print(json.dumps({"plans": int(sys.argv[2])}))
+        return
+    if sys.argv[1] == "backend":
+        print(json.dumps(layers_beside_triton()))
         return
     make_small()
     print(json.dumps(said_by_proofs()))

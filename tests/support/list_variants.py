@@ -21,6 +21,7 @@ from baton.kernels.cuda.fixed_product import fixed_product
 from baton.kernels.cuda.grouped_product import grouped_product
 from baton.kernels.cuda.sampling import sample_tokens
 from baton.kernels.cuda.token_counts import penalize_counted
+from baton.kernels.proofs import ONE_ORDER, PREFILL
 from baton.model.config.latent_config import LatentConfig
 from baton.model.config.rope_config import Rope
 from baton.model.layers.attention import IndexPool
@@ -56,6 +57,7 @@ BLOCK_SIZE = 16
 MAX_LEN = 4096
 MAX_SEQS = 64
 NUM_BATCHES = 200
+HOPPER = frozenset({PREFILL, ONE_ORDER})
 
 
 class NoDriver:
@@ -83,7 +85,12 @@ class Variants:
 
 
 def runner(
-    queue: RecordingQueue, *, is_ordered: bool, is_latent: bool, is_sparse: bool
+    queue: RecordingQueue,
+    *,
+    is_ordered: bool,
+    is_latent: bool,
+    is_sparse: bool,
+    proven: frozenset[str] = frozenset(),
 ) -> Runner:
     dtype = torch.bfloat16
     device = queue.device
@@ -101,7 +108,13 @@ def runner(
     )
     index = IndexPool(keys, INDEX_HEADS, NUM_CHOSEN) if is_sparse else None
     backend = CudaBackend(
-        cache.pool, SHAPE.num_heads, [table], 1e-6, is_ordered=is_ordered, index=index
+        cache.pool,
+        SHAPE.num_heads,
+        [table],
+        1e-6,
+        is_ordered=is_ordered,
+        index=index,
+        proven=proven,
     )
     decoder = random_decoder(SHAPE, dtype, device)
     if is_ordered:
@@ -212,13 +225,18 @@ def steps_of(
     is_latent: bool = False,
     is_sparse: bool = False,
     with_graphs: bool = False,
+    proven: frozenset[str] = frozenset(),
 ) -> dict[str, object]:
     """Warm a rank up, launch random batches, and return what was seen."""
     variants = Variants()
     triton.knobs.runtime.jit_cache_hook = variants.note
     queue = RecordingQueue("meta")
     rank = runner(
-        queue, is_ordered=is_ordered, is_latent=is_latent, is_sparse=is_sparse
+        queue,
+        is_ordered=is_ordered,
+        is_latent=is_latent,
+        is_sparse=is_sparse,
+        proven=proven,
     )
     prepare(rank, buckets_up_to(MAX_SEQS, 512) if with_graphs else (), lambda *_: None)
     after_warm_up = set(variants.found)
@@ -255,6 +273,8 @@ def main() -> None:
         "ordered": steps_of(is_ordered=True),
         "latent": steps_of(is_latent=True),
         "sparse": steps_of(is_latent=True, is_sparse=True),
+        "hopper": steps_of(proven=HOPPER),
+        "hopper ordered": steps_of(is_ordered=True, proven=HOPPER),
         "graphs": steps_of(with_graphs=True),
         "latent graphs": steps_of(is_latent=True, with_graphs=True),
         "sparse graphs": steps_of(is_latent=True, is_sparse=True, with_graphs=True),

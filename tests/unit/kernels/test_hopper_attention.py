@@ -76,6 +76,12 @@ def test_proofs_find_nothing_in_right_launches_and_name_what_is_wrong():
     assert not said
 
 
+def test_the_backend_computes_what_it_computes_with_tritons_kernels():
+    """A step has one plan for all layers, and sequences that decode beside chunks."""
+    said = interpreted("interpret_hopper", "backend")
+    assert said == {"triton-hopper": "", "hopper-ordered": ""}
+
+
 def test_decode_adds_in_the_order_that_is_written_down():
     check_order()
 

@@ -45,6 +45,15 @@ SPARSE_KERNELS = {
     "_index_scores_kernel",
     "_take_best_kernel",
 }
+HOPPER_PREFILL = {"_measure_units_kernel", "_plan_prefill_kernel", "prefill_kernel"}
+HOPPER_KERNELS = {
+    "_plan_decode_kernel",
+    "_decode_kernel",
+    "_merge_cuts_kernel",
+    "_rope_store_kernel",
+    *HOPPER_PREFILL,
+}
+EAGER = ("eager", "ordered", "latent", "sparse", "hopper", "hopper ordered")
 GRAPHS = ("graphs", "latent graphs", "sparse graphs")
 
 _WINDOW = {
@@ -113,11 +122,11 @@ def test_the_kernels_behind_the_backend_give_the_same_logits(found):
 
 
 def test_a_warm_up_runs_both_attentions_and_stores_in_the_first_block_only(found):
-    """A prompt and two decode steps. What the test above compares was computed after it."""
+    """Two prompts and two decode steps. What the test above compares was computed after it."""
     for one in found.values():
         assert one["warm_up"] == {
-            "chunks": [[0, 2], [1, 1], [112, 1]],
-            "slots": [[0, 0], [0, 1]],
+            "chunks": [[0, 2], [0, 65], [1, 1], [112, 1]],
+            "slots": [[0, slot] for slot in range(16)],
             "generations": 0,
         }
 
@@ -126,13 +135,14 @@ def test_a_warm_up_runs_both_attentions_and_stores_in_the_first_block_only(found
 def launched():
     if sys.platform != "linux":
         pytest.skip("Triton runs on Linux only")
-    (line,) = said_by("tests.support.list_variants")
+    (line,) = said_by("tests.support.list_variants", timeout_s=580.0)
     said: dict[str, Any] = json.loads(line)
-    assert set(said) == {"eager", "ordered", "latent", "sparse", *GRAPHS}
+    assert set(said) == {*EAGER, *GRAPHS}
     return said
 
 
 @pytest.mark.release
+@pytest.mark.timeout(600)
 def test_warm_up_compiles_every_variant_that_random_batches_take(launched):
     """A kernel that is compiled while requests are served holds them all up for seconds."""
     for name, kernels in (
@@ -146,6 +156,19 @@ def test_warm_up_compiles_every_variant_that_random_batches_take(launched):
         assert found["warm_up"] == dict.fromkeys(kernels, 1) | {
             "_add_rms_norm_kernel": 2
         }, name
+    # Few tokens and many take two tiles of prefill.
+    hopper = launched["hopper"]
+    assert hopper["added"] == []
+    assert set(hopper["warm_up"]) == STEP_KERNELS - {"_prefill_kernel"} | HOPPER_PREFILL
+    ordered = launched["hopper ordered"]
+    assert ordered["is_batch_invariant"]
+    assert ordered["added"] == []
+    assert set(ordered["warm_up"]) == (
+        STEP_KERNELS - DENSE_KERNELS
+        | HOPPER_KERNELS
+        | {"_product_kernel", "_add_parts_kernel"}
+    )
+    assert {found["warm_up"]["prefill_kernel"] for found in (hopper, ordered)} == {2}
     latent = launched["latent"]
     assert latent["added"] == []
     assert set(latent["warm_up"]) == STEP_KERNELS - DENSE_KERNELS | LATENT_KERNELS
@@ -156,6 +179,7 @@ def test_warm_up_compiles_every_variant_that_random_batches_take(launched):
 
 
 @pytest.mark.release
+@pytest.mark.timeout(600)
 def test_no_launch_reads_the_host_and_a_replayed_one_only_sends_its_inputs(launched):
     """On `meta` nothing can be read; an operation that waits or mixes devices fails at once."""
     assert [found["copies"] for found in launched.values()] == [[1]] * len(launched)

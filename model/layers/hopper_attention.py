@@ -1,0 +1,67 @@
+"""Attention by the kernels for Hopper over one pool, with plans that all layers of a step share.
+
+Plans are made on the device at a step's first layer that needs them. A captured step holds what
+makes them, too, and so plans anew for the lengths with which it is replayed.
+"""
+
+from torch import Tensor
+
+from baton.kernels.hopper.decode_attention import one_decode_attention, plan_decode
+from baton.kernels.hopper.prefill_attention import (
+    PrefillPlan,
+    paged_prefill_attention,
+    prefill_plan,
+)
+from baton.model.layers.attention import Scoring, Tables
+
+
+class HopperAttention:
+    def __init__(self, pool: Tensor, *, has_one_order: bool) -> None:
+        """With one order of sums, prefill and decode give a token the same bits."""
+        self._pool = pool
+        self.has_one_order = has_one_order
+
+    def begin(self, tables: Tables) -> None:
+        """Forget the plans of the last step."""
+        decoding = tables.num_decoding
+        self._starts = tables.query_starts
+        self._decode_tables = tables.blocks[:decoding]
+        self._decode_lens = tables.context_lens[:decoding]
+        self._prefill_tables = tables.blocks[decoding:]
+        self._prefill_lens = tables.context_lens[decoding:]
+        self._decode_plan: Tensor | None = None
+        self._prefill_plans: dict[int | None, PrefillPlan] = {}  # by window
+
+    def prefill(self, q: Tensor, layer: int, scoring: Scoring) -> Tensor:
+        """Return the attention of chunks, shaped as `q`, `[num_tokens, num_heads, head_dim]`."""
+        window = scoring.window
+        plan = self._prefill_plans.get(window)
+        if plan is None:
+            plan = prefill_plan(q, self._pool, self._starts, self._prefill_lens, window)
+            self._prefill_plans[window] = plan
+        return paged_prefill_attention(
+            q,
+            self._pool,
+            layer,
+            self._prefill_tables,
+            plan,
+            scoring.scale,
+            scoring.softcap,
+            scoring.sinks,
+            cuts=self.has_one_order,
+        )
+
+    def decode(self, q: Tensor, layer: int, scoring: Scoring) -> Tensor:
+        """Return the attention of a token for each sequence, in the one order."""
+        assert scoring[1:] == (None, None, None), "no window, cap or sinks"
+        if self._decode_plan is None:
+            self._decode_plan = plan_decode(self._decode_lens, self._pool.shape[1])
+        return one_decode_attention(
+            q,
+            self._pool,
+            layer,
+            self._decode_tables,
+            self._decode_lens,
+            self._decode_plan,
+            scoring.scale,
+        )
