@@ -1,10 +1,12 @@
 """Measure the speed of attention and of the sampler on this GPU, at the shapes of Qwen3-8B.
 
 This is a section of the GPU benchmark; sizes and keys come from `cases`, and `rows` adds
-floors to the events. Pools have several layers and calls go from one to the next: each reads cold
-memory, as in service. What else a step launches is in the steps of the engine.
+floors to the events. Attention is measured in each form that the GPU takes. Pools have several
+layers and calls go from one to the next: each reads cold memory, as in service. What else a step
+launches is in the steps of the engine.
 """
 
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import msgspec
@@ -16,6 +18,8 @@ from baton.kernels.cuda.decode_attention import paged_decode_attention
 from baton.kernels.cuda.fixed_product import fixed_product, has_warpgroup_products
 from baton.kernels.cuda.prefill_attention import paged_prefill_attention
 from baton.kernels.cuda.sampling import sample_tokens
+from baton.kernels.hopper import prefill_attention as hopper
+from baton.kernels.hopper.decode_attention import one_decode_attention, plan_decode
 from baton.kernels.hopper.products.product import load_product
 from baton.model.layers.linear import Product
 from baton.model.sampling.sampler import SampleRow, SamplingTensors
@@ -35,6 +39,11 @@ from tools.gpu.section import Desk
 from tools.gpu.timing import Call
 
 VALUE_BYTES = 2
+ORDERED = ", ordered"
+ON_HOPPER = ", on Hopper"
+IN_ONE_ORDER = ", on Hopper in one order"
+# What a key's end says of a kernel, and the call of it that one layer makes.
+Forms = Mapping[str, Callable[[Batch, int], Call]]
 
 
 def run(desk: Desk, cases: KernelCases = KERNELS) -> None:
@@ -55,13 +64,24 @@ class Kernels:
         measure = self.desk.measure
         cases = self.cases
         for decode in cases.decode:
-            measure(Measured(decode.key, decode.unit), partial(self.decode, decode))
+            for form in self.forms(DECODES):
+                if form == IN_ONE_ORDER and decode.block_size not in hopper.BLOCK_SIZES:
+                    continue
+                measure(
+                    Measured(decode.key + form, decode.unit),
+                    partial(self.decode, decode, form),
+                )
         for prefill in cases.prefill:
-            measure(
-                Measured(prefill.key, prefill.unit),
-                partial(self.prefill, prefill),
-                10.0,
+            for form in self.forms(PREFILLS):
+                measure(
+                    Measured(prefill.key + form, prefill.unit),
+                    partial(self.prefill, prefill, form),
+                    10.0,
+                )
+            blank = Measured(
+                prefill.key.replace("prefill attention", "torch SDPA"), prefill.unit
             )
+            measure(blank, partial(self.sdpa, blank, prefill))
         if cases.products:
             ours = ordered_product(self.desk.device)
             for product in cases.products:
@@ -73,23 +93,33 @@ class Kernels:
                 Measured(sampling.key, sampling.unit), partial(self.sample, sampling)
             )
 
-    def decode(self, case: DecodeCase) -> Measured:
+    def forms(self, forms: Forms) -> list[str]:
+        """Return the kinds of kernels that this GPU takes."""
+        if self.desk.device.type != "cuda":
+            return [""]
+        capability = torch.cuda.get_device_capability(self.desk.device)
+        is_hopper = capability == hopper.CAPABILITY
+        return [form for form in forms if is_hopper or "Hopper" not in form]
+
+    def decode(self, case: DecodeCase, form: str) -> Measured:
         num_heads, kv_heads, head_dim = self.cases.heads
         token_bytes = 2 * kv_heads * head_dim * VALUE_BYTES
         total = sum(case.contexts)
         needs = total * token_bytes * case.num_layers
         if needs > 0.8 * self.desk.watch.free_bytes():
             return Measured(
-                case.key, case.unit, note=f"needs {needs >> 30} GiB of free memory"
+                case.key + form,
+                case.unit,
+                note=f"needs {needs >> 30} GiB of free memory",
             )
         batch = self._batch(
             case.contexts, (1,) * len(case.contexts), case.block_size, case.num_layers
         )
         timing = self.desk.watch.kernels(
-            [self._decode_call(batch, layer) for layer in range(case.num_layers)]
+            [DECODES[form](batch, layer) for layer in range(case.num_layers)]
         )
         work = Work(total * token_bytes, 4 * total * num_heads * head_dim)
-        return Measured(case.key, case.unit, work, timing)
+        return Measured(case.key + form, case.unit, work, timing)
 
     def _batch(
         self,
@@ -108,50 +138,27 @@ class Kernels:
         )
         return attention_batch(shape, self.desk.device.type)
 
-    @staticmethod
-    def _decode_call(batch: Batch, layer: int) -> Call:
-        return lambda: paged_decode_attention(
-            batch.q,
-            batch.pool,
-            layer,
-            batch.block_tables,
-            batch.context_lens,
-            batch.scale,
+    def prefill(self, case: PrefillCase, form: str) -> Measured:
+        batch = self._batch((case.num_tokens,), (case.num_tokens,), 16, 2)
+        ours = self.desk.watch.kernels(
+            [PREFILLS[form](batch, layer) for layer in range(2)]
         )
+        return Measured(case.key + form, case.unit, self._prefill_work(case), ours)
 
-    def prefill(self, case: PrefillCase) -> Measured:
-        """Measure prefill beside torch's own attention, which reads contiguous keys."""
+    def _prefill_work(self, case: PrefillCase) -> Work:
         (num_heads, kv_heads, head_dim), tokens = self.cases.heads, case.num_tokens
-        work = Work(
+        return Work(
             2 * tokens * (num_heads + kv_heads) * head_dim * VALUE_BYTES,
             causal_flops(tokens, num_heads * head_dim),
         )
-        batch = self._batch((tokens,), (tokens,), 16, 2)
-        ours = self.desk.watch.kernels(
-            [self._prefill_call(batch, layer) for layer in range(2)]
-        )
-        blank = Measured(
-            case.key.replace("prefill attention", "torch SDPA"), case.unit, work
-        )
-        self.desk.measure(blank, partial(self._sdpa, blank, tokens))
-        return Measured(case.key, case.unit, work, ours)
 
-    def _sdpa(self, blank: Measured, tokens: int) -> Measured:
-        """Measure the same work in torch."""
-        theirs = self.desk.watch.kernels([self._sdpa_call(tokens) for _ in range(2)])
-        return msgspec.structs.replace(blank, timing=theirs)
-
-    @staticmethod
-    def _prefill_call(batch: Batch, layer: int) -> Call:
-        return lambda: paged_prefill_attention(
-            batch.q,
-            batch.pool,
-            layer,
-            batch.block_tables,
-            batch.query_starts,
-            batch.context_lens,
-            batch.scale,
+    def sdpa(self, blank: Measured, case: PrefillCase) -> Measured:
+        """Measure the same work in torch's own attention, which reads contiguous keys."""
+        theirs = self.desk.watch.kernels(
+            [self._sdpa_call(case.num_tokens) for _ in range(2)]
         )
+        work = self._prefill_work(case)
+        return msgspec.structs.replace(blank, work=work, timing=theirs)
 
     def _sdpa_call(self, tokens: int) -> Call:
         num_heads, kv_heads, head_dim = self.cases.heads
@@ -228,3 +235,65 @@ class Kernels:
 def ordered_product(device: torch.device) -> Product:
     """Return the product of nodes whose sums have one order."""
     return load_product(device) if has_warpgroup_products(device) else fixed_product
+
+
+def _decode_call(batch: Batch, layer: int, *, ordered: bool) -> Call:
+    return lambda: paged_decode_attention(
+        batch.q,
+        batch.pool,
+        layer,
+        batch.block_tables,
+        batch.context_lens,
+        batch.scale,
+        ordered=ordered,
+    )
+
+
+def _one_decode_call(batch: Batch, layer: int) -> Call:
+    """Return the call of a layer; a step makes one plan for all of them."""
+    plan = plan_decode(batch.context_lens, batch.pool.shape[1])
+    return lambda: one_decode_attention(
+        batch.q,
+        batch.pool,
+        layer,
+        batch.block_tables,
+        batch.context_lens,
+        plan,
+        batch.scale,
+    )
+
+
+def _prefill_call(batch: Batch, layer: int, *, ordered: bool) -> Call:
+    return lambda: paged_prefill_attention(
+        batch.q,
+        batch.pool,
+        layer,
+        batch.block_tables,
+        batch.query_starts,
+        batch.context_lens,
+        batch.scale,
+        ordered=ordered,
+    )
+
+
+def _hopper_prefill_call(batch: Batch, layer: int, *, cuts: bool) -> Call:
+    """Return the call of a layer; a step makes one plan for all of them."""
+    plan = hopper.prefill_plan(
+        batch.q, batch.pool, batch.query_starts, batch.context_lens
+    )
+    return lambda: hopper.paged_prefill_attention(
+        batch.q, batch.pool, layer, batch.block_tables, plan, batch.scale, cuts=cuts
+    )
+
+
+DECODES: Forms = {
+    "": partial(_decode_call, ordered=False),
+    ORDERED: partial(_decode_call, ordered=True),
+    IN_ONE_ORDER: _one_decode_call,
+}
+PREFILLS: Forms = {
+    "": partial(_prefill_call, ordered=False),
+    ORDERED: partial(_prefill_call, ordered=True),
+    ON_HOPPER: partial(_hopper_prefill_call, cuts=False),
+    IN_ONE_ORDER: partial(_hopper_prefill_call, cuts=True),
+}
