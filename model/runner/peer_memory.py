@@ -96,6 +96,7 @@ class CudaPeerMemory:
         )  # type: ignore[call-overload]
         self.blocks: Tensor = whole  # [num_blocks + 1, words of a block] int32
         self.stream: torch.cuda.Stream | None = None
+        self.ids = BlockIds(self.device)
         # What the thread that reads tiers has of its own: pinned memory of a block, and a stream.
         self._filling: tuple[Tensor, torch.cuda.Stream] | None = None
         self.driver = CudaDriver()
@@ -263,6 +264,7 @@ class OpenedPool:
         try:
             with torch.cuda.stream(memory.stream):
                 if self._has_engine:
+                    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
                     ends = memory.blocks.data_ptr(), self._blocks.data_ptr()
                     stream = memory.stream.cuda_stream
                     for first, other, count in runs_of(local, remote):
@@ -270,16 +272,12 @@ class OpenedPool:
                         source = ends[1] + other * num_bytes
                         memory.driver.copy(target, source, count * num_bytes, stream)
                 else:
-                    ids = torch.from_numpy(
-                        np.stack((remote, local)).astype(np.int32)
-                    ).pin_memory()
-                    on_gpu = ids.to(memory.device, non_blocking=True)
+                    ids, done = memory.ids.sent(remote, local)
                     theirs, ours = (
                         pool.view(-1, num_bytes // 4)
                         for pool in (self._blocks, memory.blocks)
                     )
-                    move_blocks(theirs, on_gpu[0], ours, on_gpu[1])
-                done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                    move_blocks(theirs, ids[0], ours, ids[1])
                 done.record(memory.stream)
         except (RuntimeError, torch.AcceleratorError) as error:
             raise TransferError(f"the GPU cannot copy: {_first_line(error)}") from error
@@ -296,6 +294,51 @@ class OpenedPool:
 
     def close(self) -> None:
         self._memory.driver.close(self._base)
+
+
+class BlockIds:
+    """Where a GPU finds the numbers of the blocks that it copies, for all copies that run at once.
+
+    Pinning memory for each copy would take longer than a small copy itself.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: list[_IdBuffer] = []
+
+    def sent(
+        self, remote: NDArray[np.int64], local: NDArray[np.int64]
+    ) -> tuple[Tensor, torch.cuda.Event]:
+        """Return both on the device, `[2, count]` int32, and the event to record behind the copy.
+
+        Until that event has happened, nothing else takes their place.
+        """
+        count = len(remote)
+        buffer = next((one for one in self._buffers if one.has_room(count)), None)
+        if buffer is None:
+            self._buffers = [one for one in self._buffers if not one.has_room(0)]
+            buffer = _IdBuffer(1 << (2 * count).bit_length(), self._device)
+            self._buffers.append(buffer)
+        numbers = buffer.host.numpy()
+        numbers[:count] = remote
+        numbers[count : 2 * count] = local
+        whole = buffer.on_device[: 2 * count]
+        whole.copy_(buffer.host[: 2 * count], non_blocking=True)
+        buffer.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        return whole.view(2, count), buffer.done
+
+
+class _IdBuffer:
+    def __init__(self, size: int, device: torch.device) -> None:
+        is_pinned = device.type == "cuda"
+        self.host = torch.empty(size, dtype=torch.int32, pin_memory=is_pinned)
+        self.on_device = torch.empty(size, dtype=torch.int32, device=device)
+        self.done: torch.cuda.Event | None = None  # of the copy that takes it
+
+    def has_room(self, count: int) -> bool:
+        """Return whether no copy takes it, and it has room for so many pairs."""
+        is_free = self.done is None or bool(self.done.query())  # type: ignore[no-untyped-call]
+        return is_free and 2 * count <= len(self.host)
 
 
 def runs_of(

@@ -58,9 +58,13 @@ def run(desk: Desk, plan: TransferPlan | None = None) -> None:
 
 def pairs(device: str) -> list[tuple[str, str]]:
     """Return the devices of owner and reader: one GPU, and two GPUs both ways if there are two."""
-    if device == "cpu" or torch.cuda.device_count() < 2:
+    if device == "cpu":
         return [(device, device)]
-    return [("cuda:0", "cuda:0"), ("cuda:0", "cuda:1"), ("cuda:1", "cuda:0")]
+    # torch wants the number of a device whose peers it is asked for, also of the only one.
+    on_one = [("cuda:0", "cuda:0")]
+    if torch.cuda.device_count() < 2:
+        return on_one
+    return [*on_one, ("cuda:0", "cuda:1"), ("cuda:1", "cuda:0")]
 
 
 def lane_of(transport: str, ends: tuple[str, str]) -> str:

@@ -11,6 +11,7 @@ import torch
 
 from baton.model.runner import peer_memory
 from baton.model.runner.peer_memory import (
+    BlockIds,
     CudaDriver,
     OpenedPool,
     runs_of,
@@ -104,6 +105,34 @@ def test_over_pcie_the_copy_engine_moves_neighbours_at_once(monkeypatch):
         TransferError, match="cuMemcpyDtoDAsync_v2 reported CUDA_ERROR_LAUNCH_FAIL"
     ):
         pool.copy(remote, local, SLICE_BYTES)
+
+
+def test_copies_that_run_at_once_have_numbers_of_their_own(monkeypatch):
+    """A buffer is taken again once its copy has ended, and a larger one replaces those."""
+    events: list[SimpleNamespace] = []
+
+    def event() -> SimpleNamespace:
+        made = SimpleNamespace(has_happened=False)
+        made.query = lambda: made.has_happened
+        events.append(made)
+        return made
+
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    ids = BlockIds(torch.device("cpu"))
+    first, _ = ids.sent(np.array([1, 2, 3]), np.array([4, 5, 6]))
+    second, _ = ids.sent(np.array([7]), np.array([8]))
+    assert first.tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert second.tolist() == [[7], [8]]
+    assert len(ids._buffers) == 2
+    events[0].has_happened = True
+    third, _ = ids.sent(np.array([9, 10]), np.array([11, 12]))
+    assert third.tolist() == [[9, 10], [11, 12]]
+    assert third.data_ptr() == first.data_ptr()
+    assert second.tolist() == [[7], [8]]
+    events[2].has_happened = True
+    many, _ = ids.sent(np.arange(40), np.arange(40, 80))
+    assert many.tolist() == [[*range(40)], [*range(40, 80)]]
+    assert len(ids._buffers) == 2, "the one that was too small is gone"
 
 
 def test_a_link_with_atomics_is_nvlink_and_a_gpu_reaches_itself(monkeypatch):
