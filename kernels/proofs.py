@@ -76,8 +76,8 @@ ONE_ORDER = "hopper-one-order"
 
 CANDIDATES = (
     Candidate(PRODUCTS, "baton.kernels.hopper.products.product_proof"),
-    Candidate(PREFILL, "baton.kernels.hopper.prefill_proof"),
-    Candidate(ONE_ORDER, "baton.kernels.hopper.one_order_proof"),
+    Candidate(PREFILL, "baton.kernels.hopper.attention.prefill_proof"),
+    Candidate(ONE_ORDER, "baton.kernels.hopper.attention.one_order_proof"),
 )
 
 

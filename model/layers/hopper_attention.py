@@ -6,8 +6,8 @@ makes them, too, and so plans anew for the lengths with which it is replayed.
 
 from torch import Tensor
 
-from baton.kernels.hopper.decode_attention import one_decode_attention, plan_decode
-from baton.kernels.hopper.prefill_attention import (
+from baton.kernels.hopper.attention.decode import one_decode_attention, plan_decode
+from baton.kernels.hopper.attention.prefill import (
     PrefillPlan,
     paged_prefill_attention,
     prefill_plan,

@@ -18,8 +18,8 @@ import msgspec
 import torch
 import triton
 
-from baton.kernels.hopper.decode_attention import one_decode_attention, plan_decode
-from baton.kernels.hopper.prefill_attention import (
+from baton.kernels.hopper.attention.decode import one_decode_attention, plan_decode
+from baton.kernels.hopper.attention.prefill import (
     DTYPES,
     paged_prefill_attention,
     prefill_plan,

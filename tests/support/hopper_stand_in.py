@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.kernels.hopper.prefill_kernel import prefill_kernel
+from baton.kernels.hopper.attention.prefill_kernel import prefill_kernel
 from tests.support.one_order import LOG2_E, Arithmetic, attend
 
 

@@ -13,9 +13,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from baton.kernels.hopper import one_order_proof, prefill_attention, prefill_proof
-from baton.kernels.hopper.attention_cases import fault_in
-from baton.kernels.hopper.prefill_plan import plan_prefill
+from baton.kernels.hopper.attention import one_order_proof, prefill, prefill_proof
+from baton.kernels.hopper.attention.cases import fault_in
+from baton.kernels.hopper.attention.prefill_plan import plan_prefill
 from baton.kernels.proofs import ONE_ORDER, PREFILL, ModelShapes
 from baton.model.layers.attention import Batch, Tables
 from baton.model.layers.cuda_backend import CudaBackend
@@ -145,7 +145,7 @@ def said_by_proofs() -> dict[str, str]:
 
 
 def _said(proof: object, shapes: ModelShapes, *faults: str) -> str:
-    with patch.object(prefill_attention, "prefill_kernel", StandIn(MACHINE, faults)):
+    with patch.object(prefill, "prefill_kernel", StandIn(MACHINE, faults)):
         return str(proof.prove(shapes, "cpu"))  # type: ignore[attr-defined]
 
 
@@ -185,7 +185,7 @@ def layers_beside_triton() -> dict[str, str]:
                 is_ordered=is_ordered,
                 proven=proven,
             )
-            with patch.object(prefill_attention, "prefill_kernel", StandIn(MACHINE)):
+            with patch.object(prefill, "prefill_kernel", StandIn(MACHINE)):
                 backend.begin(batch)
                 outs.append(
                     torch.stack(

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.kernels.hopper.decode_attention import one_decode_attention, plan_decode
+from baton.kernels.hopper.attention.decode import one_decode_attention, plan_decode
 from tests.support.interpret_kernels import Interpreting
 from tests.support.one_order import Arithmetic, attend
 from tools.gpu.kernel_cases import LAYER, AttentionShape, Batch, attention_batch

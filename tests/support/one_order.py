@@ -1,4 +1,4 @@
-"""What `kernels/hopper/attention_order.py` promises, in plain torch: the order of each sum in fp32.
+"""What `kernels/hopper/attention/order.py` promises, in plain torch: the order of each sum in fp32.
 
 A row is a query of one head at its own position. Nothing here depends on other rows, chunks, the
 batch or the number of programs.

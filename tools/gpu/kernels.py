@@ -18,8 +18,8 @@ from baton.kernels.cuda.decode_attention import paged_decode_attention
 from baton.kernels.cuda.fixed_product import fixed_product, has_warpgroup_products
 from baton.kernels.cuda.prefill_attention import paged_prefill_attention
 from baton.kernels.cuda.sampling import sample_tokens
-from baton.kernels.hopper import prefill_attention as hopper
-from baton.kernels.hopper.decode_attention import one_decode_attention, plan_decode
+from baton.kernels.hopper.attention import prefill as hopper
+from baton.kernels.hopper.attention.decode import one_decode_attention, plan_decode
 from baton.kernels.hopper.products.product import load_product
 from baton.model.layers.linear import Product
 from baton.model.sampling.sampler import SampleRow, SamplingTensors

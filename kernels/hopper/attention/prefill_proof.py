@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels.cuda.paged import MAX_GROUP
-from baton.kernels.hopper.attention_cases import (
+from baton.kernels.hopper.attention.cases import (
     LAYER,
     AttentionCase,
     attention_case,
@@ -14,7 +14,7 @@ from baton.kernels.hopper.attention_cases import (
     fault_in,
     picked,
 )
-from baton.kernels.hopper.prefill_attention import (
+from baton.kernels.hopper.attention.prefill import (
     BLOCK_SIZES,
     CAPABILITY,
     DTYPES,

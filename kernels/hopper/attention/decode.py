@@ -27,7 +27,7 @@ from baton.kernels.cuda.paged import (
     num_programs,
     slot_rows,
 )
-from baton.kernels.hopper.attention_order import (
+from baton.kernels.hopper.attention.order import (
     KEYS,
     cut_mask,
     cut_of,

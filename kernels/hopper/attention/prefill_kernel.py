@@ -3,8 +3,7 @@
 An item is a tile of queries, of one head or of all that share a KV head, over its tiles of keys.
 One warp of a program brings queries, keys and values by TMA and goes on to the next item, while one
 or two warpgroups of 64 rows each finish theirs. Keys are cut at absolute positions, so the bits of
-a query depend neither on its chunk nor on its tile. With `CUTS`, sums have the one order of
-`attention_order`.
+a query depend neither on its chunk nor on its tile. With `CUTS`, sums have the order of order.py.
 """
 
 # ruff: noqa: N803, N806, PLR0913, PLR0915, PLR0917, RUF005, SIM108, SIM113

@@ -3,22 +3,22 @@
 import torch
 from torch import Tensor
 
-from baton.kernels.hopper import prefill_proof
-from baton.kernels.hopper.attention_cases import (
+from baton.kernels.hopper.attention import prefill_proof
+from baton.kernels.hopper.attention.cases import (
     LAYER,
     AttentionCase,
     attention_case,
     difference,
     fault_in,
 )
-from baton.kernels.hopper.decode_attention import (
+from baton.kernels.hopper.attention.decode import (
     HEAD_DIMS,
     MAX_GROUP,
     one_decode_attention,
     plan_decode,
 )
-from baton.kernels.hopper.prefill_attention import tiles_of
-from baton.kernels.hopper.prefill_proof import attend, chunk_fault
+from baton.kernels.hopper.attention.prefill import tiles_of
+from baton.kernels.hopper.attention.prefill_proof import attend, chunk_fault
 from baton.kernels.proofs import ModelShapes
 
 # A prompt with cuts of 256 and of 512 keys, and the end of one with cuts of 2,048.

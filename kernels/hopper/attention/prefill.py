@@ -21,8 +21,8 @@ from baton.kernels.cuda.paged import (
     check_pool,
     num_programs,
 )
-from baton.kernels.hopper.prefill_kernel import prefill_kernel
-from baton.kernels.hopper.prefill_plan import plan_prefill
+from baton.kernels.hopper.attention.prefill_kernel import prefill_kernel
+from baton.kernels.hopper.attention.prefill_plan import plan_prefill
 
 CAPABILITY = (9, 0)
 DTYPES = (torch.bfloat16, torch.float16)
