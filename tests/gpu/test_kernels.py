@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from baton.kernels.proofs import CANDIDATES, kernels_of
+from baton.kernels.proofs import CANDIDATES, PREFILL, ModelShapes, kernels_of
 from tools.gpu import kernel_cases as cases
 from tools.gpu.correctness import SHAPES
 from tools.gpu.kernel_cases import AttentionShape, check_sampling
@@ -116,6 +116,26 @@ def test_kernels_that_this_gpu_may_have_are_proven(candidate):
     if missing := kernels.missing_for(SHAPES, torch.cuda.get_device_capability()):
         pytest.skip(missing)
     assert kernels.prove(SHAPES, "cuda:0") == ""
+
+
+# Heads, KV heads and their size, the block size, and what else the layers have.
+PREFILL_SHAPES = {
+    "gpt-oss": ModelShapes((), 64, 8, 64, 16, windows=(128,), has_sinks=True),
+    "Gemma 2": ModelShapes((), 8, 4, 256, 16, windows=(4096,), softcap=50.0),
+    "group of 7, blocks of 32": ModelShapes((), 28, 4, 128, 32),
+    "no groups, blocks of 64": ModelShapes((), 8, 8, 128, 64),
+    "heads of 80": ModelShapes((), 32, 8, 80, 16, windows=(100,)),
+    "heads of 96 in fp16": ModelShapes((), 32, 8, 96, 16, "float16", "float16"),
+}
+
+
+@pytest.mark.parametrize("model", PREFILL_SHAPES)
+def test_prefill_attention_on_hopper_is_proven_for_other_models(model):
+    shapes = PREFILL_SHAPES[model]
+    kernels = kernels_of(next(one for one in CANDIDATES if one.name == PREFILL))
+    if missing := kernels.missing_for(shapes, torch.cuda.get_device_capability()):
+        pytest.skip(missing)
+    assert kernels.prove(shapes, "cuda:0") == ""
 
 
 @pytest.mark.parametrize("is_fp8", [False, True])

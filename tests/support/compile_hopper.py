@@ -1,7 +1,7 @@
 """A process that compiles the attention of `kernels/hopper` for its GPUs, without one.
 
-It prints, as JSON, what the machine code of each launch holds. Its arguments are names of cases, if
-not all are wanted.
+It prints, as JSON, what the machine code of each launch holds. Its arguments are names of cases, or
+their beginnings.
 """
 
 import re
@@ -56,9 +56,15 @@ def main() -> None:
     # Triton makes a syntax tree in a way that Python 3.13 and later frown upon.
     warnings.filterwarnings("ignore", message="AnnAssign", category=DeprecationWarning)
     found = cases()
+    names = [
+        name
+        for word in sys.argv[1:]
+        for name in ([word] if word in found else found)
+        if name.startswith(word)
+    ]
     reports = [
         machine_code(name, build(launch, GPU), launch[0].__name__)
-        for name in sys.argv[1:] or found
+        for name in names
         for launch in record(found[name])
     ]
     print(msgspec.json.encode(reports).decode())
@@ -69,7 +75,7 @@ def cases() -> Cases:
     few = {"queries": 5}
     found: Cases = {
         "plain": partial(_prefill),
-        "few": partial(_prefill, **few),
+        "few, group of 4": partial(_prefill, **few),
         "few, group of 7": partial(_prefill, group=7, **few),
         "few, group of 1": partial(_prefill, group=1, **few),
         "window": partial(_prefill, window=100),
@@ -81,9 +87,9 @@ def cases() -> Cases:
         "fp16": partial(_prefill, dtype=torch.float16),
         "cuts": partial(_prefill, cuts=True),
         "few, cuts": partial(_prefill, cuts=True, **few),
-        "cuts 64": partial(_prefill, head_dim=64, cuts=True),
-        "few, cuts 64": partial(_prefill, head_dim=64, cuts=True, **few),
-        "decode": partial(_decode, 128),
+        "cuts, heads of 64": partial(_prefill, head_dim=64, cuts=True),
+        "few, cuts, heads of 64": partial(_prefill, head_dim=64, cuts=True, **few),
+        "decode 128": partial(_decode, 128),
         "decode 64": partial(_decode, 64),
     }
     for head_dim in (64, 80, 96, 112, 256):
