@@ -32,6 +32,7 @@ class ModelShapes(msgspec.Struct, frozen=True):
     windows: tuple[int, ...] = ()
     has_sinks: bool = False
     is_latent: bool = False
+    is_narrow: bool = False  # layers may keep codes of four bits or FP8
     max_model_len: int = 0
 
 
@@ -73,6 +74,8 @@ PRODUCTS = "hopper-products"
 PREFILL = "hopper-prefill"
 # Attention of prompts and of decode steps in one order of sums.
 ONE_ORDER = "hopper-one-order"
+# Products with weights of four bits and FP8.
+NARROW = "hopper-narrow-products"
 
 CANDIDATES = (
     Candidate(PRODUCTS, "baton.kernels.hopper.products.product_proof"),

@@ -41,8 +41,19 @@ from baton.node.executor import Progress
 NUM_LINEAR_KINDS = 5
 
 AnyWeight = Tensor | NarrowWeight
+
+
+class NarrowLinear(Protocol):
+    """A product with a packed weight. Those of equal `trial` have the same bits."""
+
+    @property
+    def trial(self) -> bytes: ...
+
+    def __call__(self, x: Tensor, packed: Tensor, /) -> Tensor: ...
+
+
 # Packs a weight on a device and returns the product with it.
-PackNarrow = Callable[[NarrowWeight, torch.device], tuple[Tensor, Product]]
+PackNarrow = Callable[[NarrowWeight, torch.device], tuple[Tensor, NarrowLinear]]
 
 
 class RankDevice(NamedTuple):
@@ -184,7 +195,7 @@ class LayerWeights:
                 return self.linears.of_narrow(weight, bias)
             assert self.narrow is not None
             packed, product = self.narrow(weight, self.device)
-            return Linear(packed, bias, ordered=product, trial=b"narrow")
+            return Linear(packed, bias, ordered=product, trial=product.trial)
         if self.linears is None:
             return Linear(weight, bias)
         max_rows = MAX_HEAD_ROWS if is_head else None

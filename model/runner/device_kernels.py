@@ -129,5 +129,6 @@ def shapes_of(
         windows=tuple(sorted(window for window in windows if window is not None)),
         has_sinks=decoder.layers.has_sinks,
         is_latent=decoder.latent is not None,
+        is_narrow=decoder.quantization is not None,
         max_model_len=max_model_len,
     )

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from baton.kernels.cpu.functions import CpuLinears, CpuSampler
 from baton.kernels.cpu.library import CpuLibrary, has_bf16_tiles
-from baton.kernels.proofs import PRODUCTS
+from baton.kernels.proofs import NARROW, PRODUCTS
+from baton.kernels.reference import NarrowWeight
 from baton.kv_transfer.agent import TransferAgent, make_port
 from baton.kv_transfer.interfaces import PoolMemory
 from baton.kv_transfer.pools import DevicePool, HostPool
@@ -53,7 +54,12 @@ from baton.model.loading.adapters import (
 )
 from baton.model.loading.decoder_loading import check_split, load_decoder, local_heads
 from baton.model.loading.draft_loading import load_draft_head
-from baton.model.loading.layer_weights import PackNarrow, RankDevice, linears_for
+from baton.model.loading.layer_weights import (
+    NarrowLinear,
+    PackNarrow,
+    RankDevice,
+    linears_for,
+)
 from baton.model.loading.weight_digests import WeightDigest
 from baton.model.loading.weights import Checkpoint, fingerprint
 from baton.model.runner.compute_digest import compute_path, is_batch_invariant
@@ -424,7 +430,7 @@ def load_runner(
         _ordered_product(plan, kernels),
         _compiled_linears(library),
         _grouped_product(plan),
-        _narrow_product(plan),
+        _narrow_product(plan, kernels),
         _examined_library(plan),
     )
     decoder: StepDecoder
@@ -529,12 +535,21 @@ def _grouped_product(plan: RankPlan) -> GroupedProduct | None:
     return grouped_product
 
 
-def _narrow_product(plan: RankPlan) -> PackNarrow | None:
+def _narrow_product(plan: RankPlan, kernels: DeviceKernels) -> PackNarrow | None:
     if plan.device.type != "cuda" or plan.dtype != torch.bfloat16:
         return None
     from baton.kernels.cuda.fixed_product import packed
 
-    return packed
+    if NARROW not in kernels.proven:
+        return packed
+    from baton.kernels.hopper.narrow.product import streamed
+
+    def streamed_or_widened(
+        weight: NarrowWeight, device: torch.device
+    ) -> tuple[Tensor, NarrowLinear]:
+        return streamed(weight, device) or packed(weight, device)
+
+    return streamed_or_widened
 
 
 def _on_gpu(

@@ -14,7 +14,6 @@ from baton.kernels.cpu.library import has_bf16_products, has_bf16_tiles
 from baton.kernels.reference import NarrowWeight, grouped_product
 from baton.model.checkpoint.weight_files import check_tensors
 from baton.model.config.decoder_config import read_decoder_config
-from baton.model.layers.linear import Product
 from baton.model.loading import decoder_loading as loading
 from baton.model.loading.weights import Checkpoint
 from baton.model.runner.compute_digest import compute_path, is_batch_invariant
@@ -166,11 +165,17 @@ def test_four_bits_are_kept_where_the_kernels_read_them(name):
 def test_a_gpu_gets_narrow_weights_of_dense_layers(name, is_moe, monkeypatch):
     asked: list[torch.Size] = []
 
-    def widened(weight: NarrowWeight, _: torch.device) -> tuple[torch.Tensor, Product]:
+    class Widened:
+        trial = b"widened"
+
+        def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.linear(x, weight)
+
+    def widened(weight: NarrowWeight, _: torch.device) -> tuple[torch.Tensor, Widened]:
         asked.append(weight.codes.shape)
         of = torch.arange(weight.codes.shape[1]) // weight.group
         values = (weight.codes.float() - weight.zeros[:, of]) * weight.scales[:, of]
-        return values, torch.nn.functional.linear
+        return values, Widened()
 
     monkeypatch.setattr(loading, "linears_for", lambda *_: None)  # as on a GPU
     place = loading.RankDevice(

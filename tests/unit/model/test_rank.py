@@ -13,7 +13,8 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from baton.kernels.cuda import fixed_product
 from baton.kernels.hopper.products import product
-from baton.kernels.proofs import PRODUCTS
+from baton.kernels.proofs import NARROW, PRODUCTS
+from baton.kernels.reference import NarrowWeight
 from baton.model.executors.worker_executor import environment_of
 from baton.model.layers.linear import Linear
 from baton.model.layers.mlp import DenseMlp
@@ -84,6 +85,24 @@ def test_a_rank_takes_the_products_that_are_proven(capability, monkeypatch):
     library = None if is_hopper else torch.nn.functional.linear
     assert rank._examined_library(plan) is library
     fixed_product.has_warpgroup_products.cache_clear()
+
+
+@pytest.mark.usefixtures("with_gpu")
+def test_weights_are_streamed_where_that_is_proven_and_widened_where_they_do_not_fit():
+    plan = dataclasses.replace(plan_rank(config_for("auto"), 1), dtype=torch.bfloat16)
+    codes = torch.zeros(128, 256, dtype=torch.uint8)
+    weights = [
+        NarrowWeight(codes, torch.ones(128, n), torch.ones(128, n).int(), 256 // n)
+        for n in (2, 8)
+    ]
+    for proven, trials in (
+        (frozenset({NARROW}), [b"streamed", b"narrow"]),
+        (frozenset(), [b"narrow", b"narrow"]),
+    ):
+        pack = rank._narrow_product(plan, DeviceKernels(proven))
+        assert pack is not None
+        products = [pack(weight, torch.device("cpu"))[1] for weight in weights]
+        assert [product.trial for product in products] == trials
 
 
 @pytest.mark.usefixtures("with_gpu")

@@ -1,0 +1,169 @@
+"""The product with packed weights of four bits and FP8 on compute capability 9.0.
+
+One arithmetic serves all numbers of rows: the tile's rows change with them, and the parts in which
+inputs are summed do not.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from baton.kernels.hopper.narrow.packing import PackedWeight, packed_weight
+from baton.kernels.hopper.narrow.streaming import (
+    GROUPS,
+    INT4,
+    STEP,
+    UNIT,
+    streaming_kernel,
+)
+from baton.kernels.hopper.products.gluon_product import Base
+from baton.kernels.hopper.products.product import readable
+from baton.kernels.reference import NarrowWeight
+
+WORDS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+METAS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+VALUES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+MAX_DESCRIPTORS = 4096
+MAX_STAGES = 12
+# Bytes of shared memory for the stages of a program, alone on a multiprocessor or one of two, and
+# the registers of a thread: at the launch, and of those that multiply.
+ROOM = {1: 216 << 10, 2: 108 << 10}
+REGISTERS = {1: (168, 232), 2: (80, 104)}
+
+
+class RowTile(NamedTuple):
+    """How many rows a program computes, and how many programs a multiprocessor has."""
+
+    rows: int
+    per_multiprocessor: int
+
+
+# By the most rows that it is taken for. Beyond the last one but one, a program computes all parts.
+ROW_TILES = (
+    (8, RowTile(8, 2)),
+    (32, RowTile(32, 2)),
+    (64, RowTile(64, 1)),
+    (128, RowTile(64, 2)),
+)
+MANY_ROWS = RowTile(128, 1)
+MAX_SPREAD_ROWS = 128
+
+
+class Plan(NamedTuple):
+    tile: RowTile
+    stages: int
+    programs: int
+    is_spread: bool
+
+
+def plan_for(weight: PackedWeight, rows: int) -> Plan:
+    tile = next((tile for most, tile in ROW_TILES if rows <= most), MANY_ROWS)
+    codes = 4096 + 256 if weight.kind == INT4 else 8192
+    stage = GROUPS * codes + tile.rows * STEP * 2
+    stages = max(2, min(MAX_STAGES, ROOM[tile.per_multiprocessor] // stage))
+    programs = weight.tiles * -(-rows // tile.rows)
+    is_spread = weight.parts > 1 and rows <= MAX_SPREAD_ROWS
+    return Plan(tile, stages, programs, is_spread)
+
+
+@dataclass(slots=True, frozen=True)
+class StreamedProduct:
+    """Computes `x @ weight.T` with one packed weight. It has the signature of a layer's product."""
+
+    weight: PackedWeight
+    # How many parts of a tile are done; each launch leaves zeros.
+    counts: Tensor
+    # Its bits are not those of the product that widens weights.
+    trial: ClassVar[bytes] = b"streamed"
+
+    def __call__(self, x: Tensor, codes: Tensor) -> Tensor:
+        """Return `[rows, outputs]` of `[rows, inputs]`. `codes` are those of the weight."""
+        assert codes.data_ptr() == self.weight.codes.data_ptr()
+        return self.compute(x, plan_for(self.weight, max(1, len(x))))
+
+    def compute(self, x: Tensor, plan: Plan, out: Tensor | None = None) -> Tensor:
+        weight = self.weight
+        rows = x.shape[0]
+        if out is None:
+            out = x.new_empty((rows, weight.outputs))
+        if not rows:
+            return out
+        x, of_x = readable(x)
+        cells = UNIT * GROUPS * plan.tile.rows * plan.programs
+        sums = x.new_empty(
+            cells * weight.parts if plan.is_spread else 0, dtype=torch.float32
+        )
+        codes = _words(weight.codes.data_ptr(), len(weight.codes))
+        meta = codes
+        if weight.meta is not None:
+            meta = _metas(weight.meta.data_ptr(), len(weight.meta))
+        at_launch, multiplying = REGISTERS[plan.tile.per_multiprocessor]
+        streaming_kernel[(plan.programs, weight.parts if plan.is_spread else 1)](
+            codes,
+            meta,
+            _values(*of_x, plan.tile.rows),
+            weight.scales,
+            out,
+            sums,
+            self.counts,
+            rows,
+            weight.outputs,
+            weight.steps,
+            weight.parts,
+            KIND=weight.kind,
+            IS_HALF=weight.is_half,
+            IS_SPREAD=plan.is_spread,
+            ROWS=plan.tile.rows,
+            STAGES=plan.stages,
+            REGISTERS=multiplying,
+            num_warps=4,
+            maxnreg=at_launch,
+        )
+        return out
+
+    def prepare(self) -> None:
+        """Launch each kernel that the weight may need: a captured step loads none."""
+        x = self.weight.codes.new_zeros((1, self.weight.inputs), dtype=torch.bfloat16)
+        for rows in (*(most for most, _ in ROW_TILES), MAX_SPREAD_ROWS + 1):
+            self.compute(x, plan_for(self.weight, rows))
+
+
+@functools.lru_cache(MAX_DESCRIPTORS)
+def _words(address: int, rows: int) -> object:
+    base = Base(address, torch.int32)
+    return TensorDescriptor(base, [rows, 32], [32, 1], [32, 32], WORDS)
+
+
+@functools.lru_cache(MAX_DESCRIPTORS)
+def _metas(address: int, rows: int) -> object:
+    base = Base(address, torch.int32)
+    return TensorDescriptor(base, [rows, UNIT], [UNIT, 1], [1, UNIT], METAS)
+
+
+@functools.lru_cache(MAX_DESCRIPTORS)
+def _values(address: int, rows: int, inner: int, stride: int, box: int) -> object:
+    return TensorDescriptor(
+        Base(address), [rows, inner], [stride, 1], [box, 64], VALUES
+    )
+
+
+def streamed(
+    weight: NarrowWeight, device: torch.device
+) -> tuple[Tensor, StreamedProduct] | None:
+    """Return the codes on a device, and the product with them; None where they do not fit."""
+    packed = packed_weight(weight, device)
+    if packed is None:
+        return None
+    size = GROUPS * packed.tiles * max(1, MAX_SPREAD_ROWS // 64)
+    counts = torch.zeros(size, dtype=torch.int32, device=device)
+    product = StreamedProduct(packed, counts)
+    if device.type == "cuda":
+        product.prepare()
+    return packed.codes, product

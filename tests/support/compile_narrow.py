@@ -1,0 +1,44 @@
+"""A process that compiles products with narrow weights for compute capability 9.0, without a GPU.
+
+Its arguments are a number of rows and kinds of weights. Writes one JSON list.
+"""
+
+import sys
+import warnings
+
+import msgspec
+import torch
+
+from baton.kernels.hopper.narrow.narrow_proof import weights_of
+from baton.kernels.hopper.narrow.product import streamed
+from baton.kernels.reference import NarrowWeight
+from tests.support.compile_products import Report, report, without_gpu
+
+KINDS = ("int4 fp16", "int4 bf16", "fp8 in blocks", "fp8 by rows")
+OUTPUTS, INPUTS = 512, 2048
+
+
+def main() -> None:
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", message="AnnAssign", category=DeprecationWarning)
+    rows = int(sys.argv[1])
+    reports = [of_kind(kind, rows) for kind in sys.argv[2:]]
+    print(msgspec.json.encode(reports).decode())
+
+
+def weight_of(kind: str, outputs: int, inputs: int) -> NarrowWeight:
+    return [*weights_of(outputs, inputs, torch.device("cpu"))][KINDS.index(kind)]
+
+
+def of_kind(kind: str, rows: int) -> Report:
+    made = streamed(weight_of(kind, OUTPUTS, INPUTS), torch.device("cpu"))
+    assert made is not None
+    codes, product = made
+    x = torch.zeros(rows, INPUTS, dtype=torch.bfloat16)
+    (kernel,) = without_gpu(lambda: product(x, codes))
+    shared_bytes = kernel.metadata.shared
+    return report("streaming_kernel", kernel.asm["cubin"], shared_bytes, kind)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,286 @@
+"""Weights of four bits and FP8 on compute capability 9.0: their packing, plans and proof."""
+
+import json
+import re
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from baton.kernels.hopper.narrow import narrow_proof, streaming
+from baton.kernels.hopper.narrow.narrow_proof import (
+    COUNTS,
+    Trial,
+    missing_for,
+    numbers_of,
+)
+from baton.kernels.hopper.narrow.packing import PackedWeight, packed_weight
+from baton.kernels.hopper.narrow.product import (
+    MAX_SPREAD_ROWS,
+    Plan,
+    StreamedProduct,
+    plan_for,
+)
+from baton.kernels.proofs import ModelShapes
+from baton.kernels.reference import NarrowWeight
+from tests.support.compile_narrow import KINDS, weight_of
+from tests.support.module_process import said_by
+
+pytest.importorskip("triton")
+
+CPU = torch.device("cpu")
+Words = NDArray[np.uint32]
+
+
+def pairs(words: Words) -> NDArray[np.float32]:
+    """Return the two bf16 numbers of each word, the lower one first."""
+    halves = np.stack((words << np.uint32(16), words & np.uint32(0xFFFF0000)), -1)
+    return halves.view(np.float32)
+
+
+def in_words(numbers: NDArray[np.float32]) -> Words:
+    bits = torch.from_numpy(numbers).bfloat16().view(torch.int16).numpy()
+    low, high = (bits[..., i].astype(np.uint16).astype(np.uint32) for i in (0, 1))
+    return low | high << np.uint32(16)
+
+
+def interpreted(text: str, inputs: Mapping[str, Words], outputs: int) -> list[Words]:
+    """Follow instructions for many threads at once."""
+    registers = dict(inputs)
+
+    def value(word: str) -> Words:
+        if word in registers:
+            return registers[word]
+        return np.asarray(int(word, 0), np.uint32)
+
+    operations = {
+        "mov.b32": lambda a: a,
+        "shr.b32": lambda a, b: a >> b,
+        "shl.b32": lambda a, b: a << b,
+        "and.b32": lambda a, b: a & b,
+        "lop3.b32": lambda a, b, c, _table: (a & b) | c,
+        "sub.rn.bf16x2": lambda a, b: in_words(pairs(a) - pairs(b)),
+        "mul.rn.bf16x2": lambda a, b: in_words(pairs(a) * pairs(b)),
+    }
+    for line in re.split(r"[;\n]+", text.strip("{} \n")):
+        if not line.strip() or ".reg" in line:
+            continue
+        name, rest = line.split(None, 1)
+        target, *words = (word.strip() for word in rest.split(","))
+        assert name != "lop3.b32" or int(words[3], 0) == 0xEA
+        registers[target] = operations[name](*map(value, words))
+    return [registers[f"${number}"] for number in range(outputs)]
+
+
+def read(packed: PackedWeight) -> Tensor:
+    """Return the numbers that a warpgroup multiplies, times what scales its sums."""
+    is_fp8 = packed.kind != streaming.INT4
+    pieces = 2 if is_fp8 else 1
+    steps = packed.steps
+    units = packed.tiles * 2
+    words = packed.codes.numpy().view(np.uint32)
+    # Registers, warps, lanes by eight and by four, halves of rows, pairs.
+    words = words.reshape(units, steps, pieces, 2, 4, 8, 4, 2, 2)
+    words = words.transpose(0, 1, 2, 4, 7, 5, 3, 6, 8)
+    words = words.reshape(units, steps, pieces, 64, 8, 2)
+    numbers = np.zeros((units, 64, steps, 128), np.float64)
+    for piece in range(pieces):
+        low, high = (np.ascontiguousarray(words[:, :, piece, ..., i]) for i in (0, 1))
+        if is_fp8:
+            text = str(streaming.FP8_TEXT.value)
+            quarters = interpreted(text, {"$4": low, "$5": high}, 4)
+        else:
+            assert packed.meta is not None
+            meta = packed.meta.numpy().view(np.uint32).reshape(units, steps, 64, 1)
+            zero = (meta & np.uint32(0xFFFF)) * np.uint32(0x00010001)
+            given = {"$8": low, "$9": high, "$10": zero}
+            quarters = interpreted(str(streaming.INT4_TEXT.value), given, 8)
+        for quarter, found in enumerate(quarters):
+            part = pairs(found).reshape(units, steps, 64, 16).transpose(0, 2, 1, 3)
+            start = (quarter + 4 * piece if is_fp8 else quarter) * 16
+            numbers[..., start : start + 16] = part
+    return torch.from_numpy(numbers * scales_of(packed, units)).reshape(units * 64, -1)
+
+
+def scales_of(packed: PackedWeight, units: int) -> NDArray[np.float64]:
+    """Return scales `[units, 64, steps, 1]`."""
+    if packed.meta is not None:
+        dtype = torch.float16 if packed.is_half else torch.bfloat16
+        upper = (packed.meta >> 16).to(torch.int16).view(dtype).double()
+        return upper.view(units, packed.steps, 64).transpose(1, 2)[..., None].numpy()
+    assert packed.scales is not None
+    scales = packed.scales.double()
+    if packed.kind == streaming.FP8_ROWS:
+        return scales.view(units, 64, 1, 1).numpy()
+    return scales.repeat_interleave(2, 0)[:, None, :, None].numpy()
+
+
+@pytest.mark.parametrize("shape", [(256, 512), (200, 328), (128, 128)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_codes_are_read_as_the_numbers_that_they_stand_for(kind, shape):
+    """By the instructions of the kernel, exactly, in every output and input."""
+    outputs, inputs = shape
+    weight = weight_of(kind, outputs, inputs)
+    packed = packed_weight(weight, CPU)
+    assert packed is not None
+    numbers = read(packed)
+    assert torch.equal(numbers[:outputs, :inputs], numbers_of(weight))
+    assert torch.isfinite(numbers).all()
+    assert (packed.kind == "int4") == kind.startswith("int4")
+    assert packed.is_half == (kind == "int4 fp16")
+
+
+def test_all_codes_are_among_those_that_are_tried():
+    int4 = weight_of("int4 fp16", 256, 512)
+    fp8 = weight_of("fp8 by rows", 256, 512)
+    assert len(int4.codes.unique()) == 16
+    assert len(fp8.codes.view(torch.uint8).unique()) == 254
+
+
+def test_weights_whose_scales_or_groups_do_not_fit_are_not_packed():
+    codes = torch.zeros(128, 256, dtype=torch.uint8)
+    fp8 = codes.view(torch.float8_e4m3fn)
+    zeros = torch.zeros(128, 2, dtype=torch.int32)
+    ones = torch.ones(128, 2)
+    odd = ones * (1 + 2**-20)
+    apart = ones.clone()
+    apart[64:] = 2
+    short = torch.ones(128, 4), torch.zeros(128, 4, dtype=torch.int32), 64
+    for weight in (
+        NarrowWeight(codes, odd, zeros, 128),
+        NarrowWeight(codes, ones, zeros + 128, 128),
+        NarrowWeight(codes, *short),
+        NarrowWeight(fp8, *short),
+        NarrowWeight(fp8, apart, zeros, 128),
+        NarrowWeight(codes[:124], ones[:124], zeros[:124], 128),
+        NarrowWeight(codes[:, :252], ones, zeros, 128),
+    ):
+        assert packed_weight(weight, CPU) is None
+    # Scales of groups of 256, and of whole rows.
+    for scales in (torch.rand(128, 1).half().float(), ones[:, :1]):
+        whole = NarrowWeight(codes, scales, zeros[:, :1], 256)
+        packed = packed_weight(whole, CPU)
+        assert packed is not None
+        assert torch.equal(read(packed), numbers_of(whole))
+
+
+@pytest.mark.parametrize("kind", ["int4 fp16", "fp8 in blocks"])
+def test_parts_follow_from_the_weight_and_tiles_from_the_rows(kind):
+    for shape, parts in (((512, 1024), 2), ((512, 2048), 4), ((512, 384), 1)):
+        packed = packed_weight(weight_of(kind, *shape), CPU)
+        assert packed is not None
+        assert packed.parts == parts
+        plans = [plan_for(packed, rows) for rows in (1, 8, 9, 33, 65, 129, 5000)]
+        assert [plan.tile.rows for plan in plans] == [8, 8, 32, 64, 64, 128, 128]
+        for plan, rows in zip(plans, (1, 8, 9, 33, 65, 129, 5000), strict=True):
+            assert plan.programs == packed.tiles * -(-rows // plan.tile.rows)
+            assert plan.is_spread == (parts > 1 and rows <= MAX_SPREAD_ROWS)
+            assert plan.stages >= 3
+
+
+class StandIn(StreamedProduct):
+    """Computes what the kernel should, except what the tests change."""
+
+    def compute(self, x: Tensor, plan: Plan, out: Tensor | None = None) -> Tensor:
+        result = (x.double() @ NUMBERS[0].T).bfloat16()
+        if out is None:
+            return result
+        out[: len(x)] = result
+        return out
+
+
+NUMBERS: list[Tensor] = []
+
+
+def trial(stand_in: type[StandIn]) -> str:
+    weight = weight_of("int4 fp16", 72, 256)
+    packed = packed_weight(weight, CPU)
+    assert packed is not None
+    NUMBERS[:] = [numbers_of(weight)]
+    counts = torch.zeros(4, dtype=torch.int32)
+    return Trial(weight, stand_in(packed, counts)).fault()
+
+
+def test_right_products_are_proven():
+    assert trial(StandIn) == ""
+
+
+class OtherBits(StandIn):
+    def compute(self, x: Tensor, plan: Plan, out: Tensor | None = None) -> Tensor:
+        result = super().compute(x, plan, out)
+        if len(x) == 33:
+            result[32, 5] *= 1.01
+        return result
+
+
+class WritesBehind(StandIn):
+    def compute(self, x: Tensor, plan: Plan, out: Tensor | None = None) -> Tensor:
+        result = super().compute(x, plan, out)
+        if out is not None and plan.tile.rows == 64:
+            out[len(x)] = 1.0
+        return result
+
+
+class Wrong(StandIn):
+    def compute(self, x: Tensor, plan: Plan, out: Tensor | None = None) -> Tensor:
+        return super().compute(x * 1.02, plan, out)
+
+
+class LeavesCounts(StandIn):
+    def compute(self, x: Tensor, plan: Plan, out: Tensor | None = None) -> Tensor:
+        self.counts[1] = 1
+        return super().compute(x, plan, out)
+
+
+@pytest.mark.parametrize(
+    ("stand_in", "fault"),
+    [
+        (OtherBits, "int4 gives 33 rows from 0 on other bits in tiles of 64"),
+        (WritesBehind, "int4 writes behind its rows in tiles of 64"),
+        (Wrong, "int4 is wrong in row 0 and output"),
+        (LeavesCounts, "int4 leaves parts counted"),
+    ],
+)
+def test_each_fault_is_found(stand_in, fault):
+    assert trial(stand_in).startswith(fault)
+
+
+def test_a_model_is_told_what_it_lacks(monkeypatch):
+    shapes = ModelShapes(((128, 128), (70, 64)), 4, 4, 32, 16, is_narrow=True)
+    assert missing_for(shapes, (9, 0)) == ""
+    assert "capability" in missing_for(shapes, (8, 9))
+    plain = ModelShapes(((128, 128),), 4, 4, 32, 16)
+    assert "fewer bits" in missing_for(plain, (9, 0))
+    tried: list[tuple[int, ...]] = []
+    monkeypatch.setattr(
+        narrow_proof, "fault_of", lambda weight, _: tried.append(weight.codes.shape)
+    )
+    assert narrow_proof.prove(shapes, "cpu") == ""
+    assert tried == [(128, 128)] * len(KINDS)
+    assert {8, 9, 32, 33, 64, 65, 128, 129} <= {*COUNTS}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "rows",
+    [8, *(pytest.param(n, marks=pytest.mark.release) for n in (32, 64, 128, 300))],
+)
+def test_the_kernel_compiles_for_hopper(rows, tmp_path):
+    """Two programs on a multiprocessor spill a few bytes in tiles of 64, as on the card."""
+    kinds = KINDS[:1] if rows == 8 else KINDS
+    lines = said_by(
+        "tests.support.compile_narrow",
+        str(rows),
+        *kinds,
+        env={"TRITON_CACHE_DIR": str(tmp_path)},
+    )
+    reports = json.loads(lines[-1])
+    assert len(reports) == len(kinds)
+    for report in reports:
+        assert report["local_bytes"] <= (64 if rows == 128 else 8), report
+        assert report["shared_bytes"] <= 232_448, report
+        # Of both warpgroups, for each 16 of 128 inputs.
+        assert report["products"] == 16, report
