@@ -81,6 +81,7 @@ CANDIDATES = (
     Candidate(PRODUCTS, "baton.kernels.hopper.products.product_proof"),
     Candidate(PREFILL, "baton.kernels.hopper.attention.prefill_proof"),
     Candidate(ONE_ORDER, "baton.kernels.hopper.attention.one_order_proof"),
+    Candidate(NARROW, "baton.kernels.hopper.narrow.narrow_proof"),
 )
 
 

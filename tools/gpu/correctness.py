@@ -47,6 +47,7 @@ SHAPES = ModelShapes(
     QWEN3_8B.head_dim,
     BLOCK_SIZES[0],
     scale=QWEN3_8B.head_dim**-0.5,
+    is_narrow=True,
     max_model_len=40_960,
 )
 
