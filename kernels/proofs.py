@@ -32,7 +32,7 @@ class ModelShapes(msgspec.Struct, frozen=True):
     windows: tuple[int, ...] = ()
     has_sinks: bool = False
     is_latent: bool = False
-    is_narrow: bool = False  # layers may keep codes of four bits or FP8
+    narrow: str = ""  # int4 or fp8: what layers may keep
     max_model_len: int = 0
 
 

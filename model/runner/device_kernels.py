@@ -129,6 +129,16 @@ def shapes_of(
         windows=tuple(sorted(window for window in windows if window is not None)),
         has_sinks=decoder.layers.has_sinks,
         is_latent=decoder.latent is not None,
-        is_narrow=decoder.quantization is not None,
+        narrow=narrow_kind(decoder),
         max_model_len=max_model_len,
     )
+
+
+def narrow_kind(decoder: DecoderConfig) -> str:
+    """Return what codes the layers may keep: int4, fp8, or none."""
+    if decoder.quantization is None:
+        return ""
+    formats = decoder.quantization.formats
+    if any(form.packing is not None and form.packing.bits == 4 for form in formats):
+        return "int4"
+    return "fp8" if any(form.stored == "F8_E4M3" for form in formats) else ""

@@ -27,7 +27,10 @@ def main() -> None:
 
 
 def weight_of(kind: str, outputs: int, inputs: int) -> NarrowWeight:
-    return [*weights_of(outputs, inputs, torch.device("cpu"))][KINDS.index(kind)]
+    narrow, _, _ = kind.partition(" ")
+    weights = weights_of(narrow, outputs, inputs, torch.device("cpu"))
+    of_narrow = [name for name in KINDS if name.startswith(narrow)]
+    return [*weights][of_narrow.index(kind)]
 
 
 def of_kind(kind: str, rows: int) -> Report:

@@ -47,7 +47,7 @@ SHAPES = ModelShapes(
     QWEN3_8B.head_dim,
     BLOCK_SIZES[0],
     scale=QWEN3_8B.head_dim**-0.5,
-    is_narrow=True,
+    narrow="int4",
     max_model_len=40_960,
 )
 

@@ -26,6 +26,7 @@ COUNTS = (1, 3, *(most + more for most, _ in ROW_TILES for more in (0, 1)), MOST
 ROUNDING = 2.0**-8
 SUM_ERROR = 5e-5
 CHECKED_ROWS = 24
+CHECKED_OUTPUTS = 4096
 # Heads stay in bf16.
 MAX_OUTPUTS = 65_536
 GUARD_ROWS = 8
@@ -37,8 +38,8 @@ def missing_for(shapes: ModelShapes, capability: tuple[int, int]) -> str:
     """Return why the products cannot serve a model; empty if they can."""
     if capability != CAPABILITY:
         return "they need compute capability 9.0"
-    if not shapes.is_narrow:
-        return "no weight of the model is stored in fewer bits"
+    if not shapes.narrow:
+        return "no weight of the model is stored in four bits or FP8"
     if shapes.dtype != "bfloat16":
         return f"they multiply bfloat16, and the model computes in {shapes.dtype}"
     return ""
@@ -49,16 +50,16 @@ def prove(shapes: ModelShapes, device: str) -> str:
     for outputs, inputs in dict.fromkeys(shapes.linears):
         if outputs % 8 or inputs % 8 or outputs > MAX_OUTPUTS:
             continue
-        for weight in weights_of(outputs, inputs, torch.device(device)):
+        for weight in weights_of(shapes.narrow, outputs, inputs, torch.device(device)):
             if fault := fault_of(weight, torch.device(device)):
                 return f"{fault} (a weight of {outputs} x {inputs})"
     return ""
 
 
 def weights_of(
-    outputs: int, inputs: int, device: torch.device
+    narrow: str, outputs: int, inputs: int, device: torch.device
 ) -> Iterator[NarrowWeight]:
-    """Yield a random weight of each kind: all codes, scales of fp16 and of bf16."""
+    """Yield random weights: int4 with scales of fp16 and of bf16, or fp8 in blocks and by rows."""
     generator = torch.Generator(device).manual_seed(outputs + inputs)
     groups = -(-inputs // STEP)
 
@@ -68,16 +69,18 @@ def weights_of(
     def scales(*size: int) -> Tensor:
         return 0.5 + torch.rand(size, generator=generator, device=device)
 
-    codes = integers(16, outputs, inputs).to(torch.uint8)
     zeros = integers(16, outputs, groups).int()
-    # The latter are too small for fp16.
-    for dtype, size in ((torch.float16, 2.0**-6), (torch.bfloat16, 2.0**-22)):
-        stored = (scales(outputs, groups) * size).to(dtype).float()
-        yield NarrowWeight(codes, stored, zeros, STEP)
-    byte = integers(256, outputs, inputs).to(torch.uint8)
+    if narrow == "int4":
+        codes = integers(16, outputs, inputs).to(torch.uint8)
+        # The latter are too small for fp16.
+        for dtype, size in ((torch.float16, 2.0**-6), (torch.bfloat16, 2.0**-22)):
+            stored = (scales(outputs, groups) * size).to(dtype).float()
+            yield NarrowWeight(codes, stored, zeros, STEP)
+        return
+    codes = integers(256, outputs, inputs).to(torch.uint8)
     for nan in NAN_CODES:
-        byte = byte.where(byte != nan, 0)
-    fp8 = byte.view(torch.float8_e4m3fn)
+        codes = codes.where(codes != nan, 0)
+    fp8 = codes.view(torch.float8_e4m3fn)
     blocks = scales(-(-outputs // STEP), groups) / 1024
     by_block = blocks.repeat_interleave(STEP, 0)[:outputs]
     yield NarrowWeight(fp8, by_block, torch.zeros_like(zeros), STEP)
@@ -151,23 +154,25 @@ class Trial:
         """Return where the largest tile differs from the reference in fp64; empty if nowhere."""
         picked = torch.linspace(0, MOST_ROWS - 1, CHECKED_ROWS).long()
         x = self._x[picked.to(self._x.device)].double()
-        numbers = numbers_of(self._weight)
-        wanted = x @ numbers.T
-        bounds = x.norm(dim=1, keepdim=True) * numbers.norm(dim=1)
-        allowed = wanted.abs() * ROUNDING + SUM_ERROR * bounds
         got = self._whole[picked.to(self._x.device)].double()
-        wrong = ~((got - wanted).abs() <= allowed)
-        if not bool(wrong.any()):
-            return ""
-        row, column = (int(at) for at in wrong.nonzero()[0])
-        return f"is wrong in row {int(picked[row])} and output {column}"
+        norms = x.norm(dim=1, keepdim=True)
+        for start in range(0, self._outputs, CHECKED_OUTPUTS):
+            outputs = slice(start, start + CHECKED_OUTPUTS)
+            numbers = numbers_of(self._weight, outputs)
+            wanted = x @ numbers.T
+            allowed = wanted.abs() * ROUNDING + SUM_ERROR * norms * numbers.norm(dim=1)
+            wrong = ~((got[:, outputs] - wanted).abs() <= allowed)
+            if bool(wrong.any()):
+                row, column = (int(at) for at in wrong.nonzero()[0])
+                return f"is wrong in row {int(picked[row])} and output {start + column}"
+        return ""
 
 
-def numbers_of(weight: NarrowWeight) -> Tensor:
-    """Return what codes stand for, `[outputs, inputs]` in fp64."""
+def numbers_of(weight: NarrowWeight, outputs: slice = slice(None)) -> Tensor:
+    """Return what the codes of some outputs stand for, `[outputs, inputs]` in fp64."""
     of = torch.arange(weight.codes.shape[1], device=weight.codes.device) // weight.group
-    zeros = weight.zeros.to(weight.codes.device)[:, of]
-    scales = weight.scales.to(weight.codes.device)[:, of]
-    codes = weight.codes
+    zeros = weight.zeros[outputs][:, of]
+    scales = weight.scales[outputs][:, of]
+    codes = weight.codes[outputs]
     codes = codes.float() if codes.dtype != torch.uint8 else codes
     return (codes.double() - zeros) * scales.double()

@@ -17,6 +17,7 @@ from baton.model.config.decoder_config import read_decoder_config
 from baton.model.loading import decoder_loading as loading
 from baton.model.loading.weights import Checkpoint
 from baton.model.runner.compute_digest import compute_path, is_batch_invariant
+from baton.model.runner.device_kernels import narrow_kind
 from baton.model.runner.rank import plan_rank
 from baton.model.tensor_parallel import SharedMemoryRanks, SingleRank
 from baton.protocol.errors import ConfigError
@@ -191,6 +192,16 @@ def test_a_gpu_gets_narrow_weights_of_dense_layers(name, is_moe, monkeypatch):
         found.append([linear.weight for linear in decoder.linears()])
     assert len(asked) == len(decoder.layers) * (2 if is_moe else 4)
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("awq", "int4"), ("fp8 by channel", "fp8"), ("fp8 by block", "fp8")],
+)
+def test_a_gpu_is_told_which_weights_it_may_keep_narrow(name, kind):
+    ours, plain = quantized(model(), name)
+    assert narrow_kind(read_decoder_config(ours)) == kind
+    assert narrow_kind(read_decoder_config(plain)) == ""
 
 
 @pytest.mark.parametrize(
