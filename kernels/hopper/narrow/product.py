@@ -57,10 +57,11 @@ MAX_SPREAD_ROWS = 128
 
 
 class Plan(NamedTuple):
+    """How to compute some rows."""
+
     tile: RowTile
     stages: int
-    programs: int
-    is_spread: bool
+    is_spread: bool  # each part has a program of its own
 
 
 def plan_for(weight: PackedWeight, rows: int) -> Plan:
@@ -68,9 +69,8 @@ def plan_for(weight: PackedWeight, rows: int) -> Plan:
     codes = 4096 + 256 if weight.kind == INT4 else 8192
     stage = GROUPS * codes + tile.rows * STEP * 2
     stages = max(2, min(MAX_STAGES, ROOM[tile.per_multiprocessor] // stage))
-    programs = weight.tiles * -(-rows // tile.rows)
     is_spread = weight.parts > 1 and rows <= MAX_SPREAD_ROWS
-    return Plan(tile, stages, programs, is_spread)
+    return Plan(tile, stages, is_spread)
 
 
 @dataclass(slots=True, frozen=True)
@@ -96,7 +96,9 @@ class StreamedProduct:
         if not rows:
             return out
         x, of_x = readable(x)
-        cells = UNIT * GROUPS * plan.tile.rows * plan.programs
+        programs = weight.tiles * -(-rows // plan.tile.rows)
+        assert not plan.is_spread or GROUPS * programs <= len(self.counts)
+        cells = UNIT * GROUPS * plan.tile.rows * programs
         sums = x.new_empty(
             cells * weight.parts if plan.is_spread else 0, dtype=torch.float32
         )
@@ -105,7 +107,7 @@ class StreamedProduct:
         if weight.meta is not None:
             meta = _metas(weight.meta.data_ptr(), len(weight.meta))
         at_launch, multiplying = REGISTERS[plan.tile.per_multiprocessor]
-        streaming_kernel[(plan.programs, weight.parts if plan.is_spread else 1)](
+        streaming_kernel[(programs, weight.parts if plan.is_spread else 1)](
             codes,
             meta,
             _values(*of_x, plan.tile.rows),

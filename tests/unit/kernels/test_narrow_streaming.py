@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from baton.kernels.hopper.narrow import narrow_proof, streaming
+from baton.kernels.hopper.narrow import narrow_proof, product, streaming
 from baton.kernels.hopper.narrow.narrow_proof import (
     COUNTS,
     Trial,
@@ -176,9 +177,98 @@ def test_parts_follow_from_the_weight_and_tiles_from_the_rows(kind):
         plans = [plan_for(packed, rows) for rows in (1, 8, 9, 33, 65, 129, 5000)]
         assert [plan.tile.rows for plan in plans] == [8, 8, 32, 64, 64, 128, 128]
         for plan, rows in zip(plans, (1, 8, 9, 33, 65, 129, 5000), strict=True):
-            assert plan.programs == packed.tiles * -(-rows // plan.tile.rows)
             assert plan.is_spread == (parts > 1 and rows <= MAX_SPREAD_ROWS)
             assert plan.stages >= 3
+
+
+class StreamMachine:
+    """Stands in for the kernel: follows a launch program by program, in fp64."""
+
+    def __init__(self, packed: PackedWeight) -> None:
+        self.numbers = read(packed)  # outputs and inputs filled up to tiles
+        self.launches: list[tuple[int, int]] = []
+
+    def __getitem__(self, grid: tuple[int, int]) -> "StreamMachine":
+        self.launches.append(grid)
+        return self
+
+    def __call__(self, *arguments: object, **constants: int) -> None:
+        codes, _, x, _, out, sums, counts, rows, columns, steps, parts = arguments
+        programs, num_parts = self.launches[-1]
+        tile_rows = constants["ROWS"]
+        tiles_m = -(-rows // tile_rows)
+        cells = 128 * tile_rows
+        assert codes.shape == [*codes.base.tensor.shape]
+        values = torch.zeros(tiles_m * tile_rows, 128 * steps, dtype=torch.float64)
+        values[:rows, : x.shape[1]] = x.base.tensor.double()
+        if constants["IS_SPREAD"]:
+            assert num_parts == parts > 1
+            assert len(sums) == parts * programs * cells
+            assert len(counts) >= 2 * programs
+        written = torch.zeros(rows, columns)
+        for program in range(programs):
+            tile = program // tiles_m
+            first = program % tiles_m * tile_rows
+            weight = self.numbers[128 * tile : 128 * (tile + 1)]
+            assert len(weight) == 128, "the tile is one of the weight's"
+            total = torch.zeros(tile_rows, 128, dtype=torch.float64)
+            for part in range(parts):
+                inputs = slice(
+                    128 * (steps * part // parts), 128 * (steps * (part + 1) // parts)
+                )
+                x_part = values[first : first + tile_rows, inputs]
+                total += x_part @ weight[:, inputs].T
+            area = np.s_[first : first + tile_rows, 128 * tile : 128 * (tile + 1)]
+            live = out[area]
+            live[:] = total[: live.shape[0], : live.shape[1]]
+            written[area] += 1
+        assert (written == 1).all(), "each number has one program"
+
+
+class Described:
+    """A descriptor's base that keeps its tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+@pytest.mark.parametrize("kind", ["int4 fp16", "fp8 by rows"])
+@pytest.mark.parametrize("shape", [(200, 2048), (264, 328)])
+def test_a_launch_computes_every_number_once(kind, shape, monkeypatch):
+    """In the plan of its rows, and in plans of more, as proofs and warm-up take them."""
+    weight = weight_of(kind, *shape)
+    made = product.streamed(weight, CPU)
+    assert made is not None
+    codes, streamed = made
+    machine = StreamMachine(streamed.weight)
+    monkeypatch.setattr(product, "streaming_kernel", machine)
+    described = {codes.data_ptr(): codes}
+
+    def describe(address: int, rows: int, *_: int) -> SimpleNamespace:
+        tensor = described[address]
+        shape = [rows, tensor.shape[1]]
+        return SimpleNamespace(base=Described(tensor), shape=shape)
+
+    monkeypatch.setattr(product, "_words", describe)
+    monkeypatch.setattr(product, "_metas", lambda *_: None)
+    monkeypatch.setattr(product, "_values", describe)
+    numbers = numbers_of(weight)
+    for rows, planned in (
+        (1, 1),
+        (7, 128),
+        (8, 5000),
+        (33, 33),
+        (100, 100),
+        (300, 300),
+    ):
+        x = torch.randn(rows, shape[1]).bfloat16()
+        described[x.data_ptr()] = x
+        plan = plan_for(streamed.weight, planned)
+        out = streamed.compute(x, plan)
+        torch.testing.assert_close(out, (x.double() @ numbers.T).bfloat16())
+        if rows == planned:
+            assert torch.equal(streamed(x, codes), out)
+    assert {parts for _, parts in machine.launches} == {1, streamed.weight.parts}
 
 
 class StandIn(StreamedProduct):
