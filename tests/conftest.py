@@ -9,16 +9,20 @@ import gc
 import logging
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import HealthCheck, settings
+
+from tests.support.fork_server import ForkServer
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("DO_NOT_TRACK", "1")
@@ -135,6 +139,20 @@ def logging_as_it_was() -> Iterator[None]:
         known.handlers[:] = handlers
         known.propagate = propagates
         known.setLevel(level)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def forked_nodes() -> Iterator[None]:
+    """Fork the nodes and ranks that tests start, instead of importing torch in each."""
+    server = ForkServer()
+    names = ("DEVNULL", "PIPE", "STDOUT")
+    forking = SimpleNamespace(
+        Popen=server.popen, **{name: getattr(subprocess, name) for name in names}
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("baton.runtime.process.subprocess", forking)
+        yield
+    server.stop()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -170,8 +170,5 @@ def test_a_node_that_dies_during_a_load_gets_the_adapter_when_it_is_back(tmp_pat
         assert is_of(adapter, tokens(cluster, "mine"))
 
 
-def test_nothing_can_be_loaded_without_the_setting(tmp_path):
-    adapter = write_adapter(MODEL, rank=4)
-    config = tiny_cluster(cache={"num_blocks": 200})
-    with Cluster(tmp_path, config) as cluster:
-        assert load(cluster, "mine", adapter)[0] == 404
+def test_nothing_can_be_loaded_without_the_setting(cluster):
+    assert load(cluster, "mine", write_adapter(MODEL, rank=4))[0] == 404

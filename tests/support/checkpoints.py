@@ -15,7 +15,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import msgspec
 import torch
@@ -128,14 +128,18 @@ def model_folder(family: str, **shape: Unpack[Shape]) -> Path:
     return _written[key]
 
 
-def tiny_cluster(checkpoint: str | Path = "qwen3", **sections: object) -> ClusterConfig:
+def tiny_cluster(checkpoint: str | Path = "qwen3", **sections: Any) -> ClusterConfig:
     """Return the settings of a cluster that serves a checkpoint, which may be named by its family.
 
-    The other sections are written as in a file of settings.
+    The other sections are written as in a file of settings. Nodes compute with one thread, since
+    they share the cores with many others.
     """
     folder = checkpoint if isinstance(checkpoint, Path) else model_folder(checkpoint)
     model = {"path": str(folder), "served_model_name": "tiny"}
-    return msgspec.convert({"model": model, **sections}, ClusterConfig)
+    engine = {"threads": 1, **sections.pop("engine", {})}
+    return msgspec.convert(
+        {"model": model, "engine": engine, **sections}, ClusterConfig
+    )
 
 
 def _config(model: _Model) -> dict[str, object]:
