@@ -133,7 +133,7 @@ def said_by_proofs() -> dict[str, str]:
         windows=(50,),
         has_sinks=True,
     )
-    plain = ModelShapes((), 4, 2, 128, 32)
+    plain = ModelShapes((), 2, 1, 128, 32)
     said = {
         "options": _said(prefill_proof, options),
         "one order": _said(one_order_proof, plain),
@@ -200,16 +200,15 @@ def make_small() -> None:
     """Let the proofs take shorter contexts, since the interpreter is slow."""
     prefill_proof.BATCHES = (
         ((1, 64, 129), (1, 64, 129)),
-        ((200, 40, 0), (70, 1, 0)),
-        ((150, 65, 0), (2, 3, 0)),
+        ((150, 40, 0), (3, 1, 0)),
     )
-    prefill_proof.PROMPT = one_order_proof.PROMPT = 270
-    prefill_proof.CHUNKS = (0, 3, 130, 270)
-    one_order_proof.BORDERS = (1, 128, 256, 270)
+    prefill_proof.PROMPT = one_order_proof.PROMPT = 260
+    prefill_proof.CHUNKS = (0, 3, 130, 260)
+    one_order_proof.BORDERS = (128, 256)
     one_order_proof.LENGTHS = (130, 1, 0, 257)
     one_order_proof.PROGRAMS = (1, 7)
-    one_order_proof.LONG = 600
-    one_order_proof.LAST = 20
+    one_order_proof.LONG = 520
+    one_order_proof.LAST = 9
 
 
 def main() -> None:

@@ -48,6 +48,9 @@ class Tile:
     def queries(self) -> int:
         return ROWS * self.warpgroups // self.pack
 
+    def __str__(self) -> str:
+        return f"tiles of {self.queries} queries and {self.pack} heads"
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:

@@ -86,7 +86,7 @@ def _fault_of(case: AttentionCase, window: int | None) -> str:
                 return f"{tile}: {fault}"
             first = out if first is None else first
             if fault := difference(out, first):
-                return f"{tile}, {programs} programs: other bits in {fault}"
+                return f"{tile}: other bits in {fault}"
     return ""
 
 
