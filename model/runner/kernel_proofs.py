@@ -22,7 +22,7 @@ from baton.runtime.log import logger
 from baton.runtime.private_cache import cache_folder, check_owner, make_private
 from baton.runtime.process import Child, Command
 
-# Of one process, which imports torch, makes a context, compiles and compares.
+# Of one candidate, which is compiled and compared, after imports of torch and a context.
 LIMIT_S = 120.0
 POLL_S = 0.5
 # What a driver says where a GPU takes one process alone.
@@ -112,6 +112,7 @@ def _lines(
                     return
                 yield msgspec.json.decode(line, type=Proof)
                 num_proven += 1
+                deadline_s = monotonic() + limit_s
             elif monotonic() > deadline_s:
                 yield f"it took longer than {limit_s:.0f} s"
                 return

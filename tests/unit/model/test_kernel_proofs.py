@@ -25,6 +25,8 @@ BODIES = {
     "uncompiled": 'raise ValueError("ptxas: C7510")',
     "crashing": "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
     "hanging": "import time; time.sleep(600)",
+    "slow": 'import time; time.sleep(3); return ""',
+    "as_slow": 'import time; time.sleep(3); return ""',
     "alone": (
         "import os\n    "
         'return "" if os.getpid() == PARENT else "all devices are busy or unavailable"'
@@ -65,6 +67,11 @@ def test_what_is_wrong_crashes_or_hangs_leaves_the_others_proven(candidates, cap
     assert "longer than 5 s" in hanging.problem
     assert "ModuleNotFoundError" in absent.problem
     assert len(caplog.records) == 5, "a line for each that failed"
+
+
+def test_each_candidate_has_the_whole_limit(candidates):
+    both = [candidates["slow"], candidates["as_slow"]]
+    assert [proof.problem for proof in proven(both)] == ["", ""]
 
 
 def test_a_gpu_for_one_process_proves_kernels_in_the_nodes_own(candidates):
