@@ -23,13 +23,15 @@ class StandIn:
         self.forms: set[tuple[tuple[str, object], ...]] = set()
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        def launch(*args: object, **given: Any) -> None:
-            assert given.pop("num_warps") == 4
-            assert given.pop("maxnreg") in (168, 255)
-            values = dict(zip(prefill_kernel.arg_names, args, strict=False)) | given
+        def launch(*args: object, **constants: Any) -> None:
+            assert constants.pop("num_warps") == 4
+            assert constants.pop("maxnreg") in (168, 255)
+            values = dict(zip(prefill_kernel.arg_names, args, strict=False)) | constants
             assert set(values) == set(prefill_kernel.arg_names)
-            assert len(args) + len(given) == len(values), "an argument is given twice"
-            self.forms.add(tuple(sorted(given.items())))
+            assert len(args) + len(constants) == len(values), (
+                "an argument is given twice"
+            )
+            self.forms.add(tuple(sorted(constants.items())))
             self._run(grid[0], values)
 
         return launch
@@ -48,7 +50,7 @@ class StandIn:
                 self._item(items[number], q, kv, a)
 
     def _item(self, item: list[int], q: Tensor, kv: Tensor, a: dict[str, Any]) -> None:
-        token, first_position, own, begin, end, head, row, context = item
+        token, first_position, count, begin, end, head, row, context = item
         pack = a["PACK"]
         page = a["PAGE"]
         group = a["GROUP"]
@@ -61,7 +63,7 @@ class StandIn:
         rows += kv_head * a["head_rows"] + keys % page
         k = kv[rows]
         v = kv[rows + page]
-        i = torch.arange(own * pack)
+        i = torch.arange(count * pack)
         heads = head % group + i % pack
         i = i[heads < group]
         heads = heads[heads < group]

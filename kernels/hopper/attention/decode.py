@@ -146,7 +146,7 @@ def _first_cut(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Return the first cut that begins at tile `at` of all tiles or later.
 
-    That is its own first tile, its sequence, its KV head and its first tile within them.
+    That is its first tile of all, its sequence, its KV head and its first tile within them.
     """
     before = ends <= at
     sequence = tl.sum(before.to(tl.int32), 0)
@@ -180,12 +180,12 @@ def _plan_decode_kernel(
     """
     program = tl.program_id(0)
     row = tl.arange(0, MAX_BATCH)
-    there = row < batch
-    lens = tl.load(len_ptr + row, mask=there, other=0)
+    is_live = row < batch
+    lens = tl.load(len_ptr + row, mask=is_live, other=0)
     tiles = _tiles(lens)
-    cuts = tl.sum(tl.where(there, cut_of(tiles - 1) + 1, 0), 0) * KV_HEADS
+    cuts = tl.sum(tl.where(is_live, cut_of(tiles - 1) + 1, 0), 0) * KV_HEADS
     programs = tl.cdiv(cuts, tl.cdiv(cuts, tl.num_programs(0)))
-    ends = tl.cumsum(tl.where(there, tiles * KV_HEADS, 0), 0)
+    ends = tl.cumsum(tl.where(is_live, tiles * KV_HEADS, 0), 0)
     total = tl.max(ends, 0).to(tl.int64)
     first = (tl.minimum(program, programs) * total // programs).to(tl.int32)
     last = (tl.minimum(program + 1, programs) * total // programs).to(tl.int32)
@@ -215,12 +215,12 @@ def _store_part(
     ROWS: tl.constexpr,
 ) -> None:
     r = tl.arange(0, ROWS)
-    own = r < GROUP
+    is_head = r < GROUP
     line = part * GROUP + r
     here = part_ptr + line[:, None] * DIM + tl.arange(0, DIM)[None, :]
-    tl.store(here, acc, mask=own[:, None])
-    tl.store(sum_ptr + 2 * line, m, mask=own)
-    tl.store(sum_ptr + 2 * line + 1, norm, mask=own)
+    tl.store(here, acc, mask=is_head[:, None])
+    tl.store(sum_ptr + 2 * line, m, mask=is_head)
+    tl.store(sum_ptr + 2 * line + 1, norm, mask=is_head)
 
 
 @triton.jit
@@ -268,7 +268,7 @@ def _decode_kernel(
     r = tl.arange(0, ROWS)
     d = tl.arange(0, DIM)
     i = tl.arange(0, TILE)
-    own = r < GROUP
+    is_head = r < GROUP
     # Whether another program has the beginning of the first head, and this one its last tile here.
     is_late = t != 0
     stays = count <= _tiles(length) - t
@@ -283,7 +283,7 @@ def _decode_kernel(
     q_at = q_ptr + r[:, None] * DIM + d[None, :]
     q = tl.load(
         q_at + (sequence.to(tl.int64) * stride_q + head * GROUP * DIM),
-        mask=own[:, None],
+        mask=is_head[:, None],
         other=0.0,
     )
     m = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -334,7 +334,7 @@ def _decode_kernel(
                 if t + 1 == end:
                     result = _shares(acc_all, norm_all).to(out_ptr.dtype.element_ty)
                     to = out_ptr + (line * GROUP + r)[:, None] * DIM + d[None, :]
-                    tl.store(to, result, mask=own[:, None])
+                    tl.store(to, result, mask=is_head[:, None])
                     tl.store(merged_ptr + line, cut + 1)
             else:
                 _store_part(
@@ -359,7 +359,7 @@ def _decode_kernel(
         if turn:
             q = tl.load(
                 q_at + (sequence.to(tl.int64) * stride_q + head * GROUP * DIM),
-                mask=own[:, None] & (sequence < batch),
+                mask=is_head[:, None] & (sequence < batch),
                 other=0.0,
             )
         t = tl.where(turn, 0, t + 1)

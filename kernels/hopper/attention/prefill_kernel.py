@@ -20,7 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-RECORD = 8  # numbers of an item: the fields of `Item`
+from baton.kernels.hopper.attention.prefill_plan import RECORD
+
 LOG2_E = gl.constexpr(1.4426950408889634)
 
 
@@ -174,10 +175,10 @@ def _out_layout(dim: int, cuts: bool) -> gl.DistributedLinearLayout:
 
 
 @gluon.jit
-def _capped(s: gl.tensor, given: Inputs, form: Form) -> gl.tensor:
+def _capped(s: gl.tensor, inputs: Inputs, form: Form) -> gl.tensor:
     """Scores before the factor that the softmax applies; with a cap there is none any more."""
     if form.CAPPED:
-        e = gl.exp2(s * given.scale)
+        e = gl.exp2(s * inputs.scale)
         r = gl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;",
             "=f,f",
@@ -186,7 +187,7 @@ def _capped(s: gl.tensor, given: Inputs, form: Form) -> gl.tensor:
             is_pure=True,
             pack=1,
         )
-        s = given.cap - 2.0 * given.cap * r
+        s = inputs.cap - 2.0 * inputs.cap * r
     return s
 
 
@@ -266,8 +267,8 @@ def _step(
     m_all: gl.tensor,
     norm_all: gl.tensor,
     position: gl.tensor,
-    there: Shared,
-    given: Inputs,
+    shared: Shared,
+    inputs: Inputs,
     MASKED: gl.constexpr,
     form: Form,
 ) -> tuple[gl.tensor, ...]:
@@ -281,26 +282,26 @@ def _step(
     ks = g % form.STAGES
     vs = (g - 1) % form.STAGES
     v_turn = ((g - 1) // form.STAGES) & 1
-    mbarrier.wait(there.k_full.index(ks), (g // form.STAGES) & 1)
+    mbarrier.wait(shared.k_full.index(ks), (g // form.STAGES) & 1)
     if form.PINGPONG:
-        mbarrier.wait(there.turn.index(C), o & 1)
+        mbarrier.wait(shared.turn.index(C), o & 1)
     s = warpgroup_mma(
-        there.q.index(C),
-        there.k.index(ks).permute((1, 0)),
+        shared.q.index(C),
+        shared.k.index(ks).permute((1, 0)),
         gl.zeros([64, form.KEYS], gl.float32, _products(form.KEYS)),
         use_acc=False,
         is_async=True,
     )
-    mbarrier.wait(there.v_full.index(vs), v_turn)
-    acc = warpgroup_mma(p, there.v.index(vs), acc, is_async=True)
+    mbarrier.wait(shared.v_full.index(vs), v_turn)
+    acc = warpgroup_mma(p, shared.v.index(vs), acc, is_async=True)
     if form.PINGPONG:
-        mbarrier.arrive(there.turn.index(1 - C), count=1)
+        mbarrier.arrive(shared.turn.index(1 - C), count=1)
     s = warpgroup_mma_wait(1, deps=(s,))
-    mbarrier.arrive(there.k_empty.index(ks), count=1)
-    s = _capped(s, given, form)
-    factor = 1.0 if form.CAPPED else given.scale
+    mbarrier.arrive(shared.k_empty.index(ks), count=1)
+    s = _capped(s, inputs, form)
+    factor = 1.0 if form.CAPPED else inputs.scale
     if MASKED:
-        s = _hidden(s, j, position, given.window, form)
+        s = _hidden(s, j, position, inputs.window, form)
     if form.CUTS:
         low = 1 + 2 * (j >= 16).to(gl.int32) + 12 * (j >= 64).to(gl.int32)
         opens = (j & low) == 0
@@ -315,22 +316,22 @@ def _step(
     shrink = gl.exp2(before - top)
     norm_new = gl.fma(norm, shrink, _row_sum(w, form))
     p_new = gl.convert_layout(
-        w.to(there.k.dtype), gl.DotOperandLayout(0, _products(form.DIM), 2)
+        w.to(shared.k.dtype), gl.DotOperandLayout(0, _products(form.DIM), 2)
     )
     # This has come long ago. It ends a basic block: within one, ptxas moves the wait for the
     # product up to the softmax, and nothing would run beside it.
-    mbarrier.wait(there.v_full.index(vs), v_turn)
+    mbarrier.wait(shared.v_full.index(vs), v_turn)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(there.v_empty.index(vs), count=1)
+    mbarrier.arrive(shared.v_empty.index(vs), count=1)
     if form.CUTS:
         if opens:
             if j > 2:  # not the first cut
                 m_all, norm_all, old, new = _merge_sums(m_all, norm_all, m, norm)
-                acc = _merge_out(there.total.index(C), acc, old, new, form)
+                acc = _merge_out(shared.total.index(C), acc, old, new, form)
             else:
                 m_all = m
                 norm_all = norm
-            there.total.index(C).store(acc)
+            shared.total.index(C).store(acc)
             acc = gl.zeros([64, form.DIM], gl.float32, _products(form.DIM))
         else:
             acc = acc * gl.convert_layout(shrink, ROWS)[:, None]
@@ -345,8 +346,8 @@ def _consume(
     out_ptr: gl.tensor,
     sink_ptr: gl.tensor,
     heads: gl.tensor,
-    there: Shared,
-    given: Inputs,
+    shared: Shared,
+    inputs: Inputs,
     form: Form,
 ) -> None:
     """Warpgroup `C` of a program."""
@@ -356,9 +357,9 @@ def _consume(
     g = 0  # tiles of keys so far
     o = 0  # turns of the tensor cores so far
     t = 0  # items so far
-    first = given.plan + 2 * gl.program_id(0)
+    first = inputs.plan + 2 * gl.program_id(0)
     for item in range(gl.load(first), gl.load(first + 1)):
-        record = given.plan + item * 8
+        record = inputs.plan + item * RECORD
         first_position = gl.load(record + 1)
         begin = gl.load(record + 3)  # 0 with cuts
         end = gl.load(record + 4)
@@ -374,25 +375,25 @@ def _consume(
             m = gl.load(sink_ptr + gl.minimum(head + row % form.PACK, heads - 1))
             m = m * LOG2_E
 
-        mbarrier.wait(there.q_full.index(C), t & 1)
+        mbarrier.wait(shared.q_full.index(C), t & 1)
         ks = g % form.STAGES
-        mbarrier.wait(there.k_full.index(ks), (g // form.STAGES) & 1)
+        mbarrier.wait(shared.k_full.index(ks), (g // form.STAGES) & 1)
         if form.PINGPONG:
-            mbarrier.wait(there.turn.index(C), o & 1)
+            mbarrier.wait(shared.turn.index(C), o & 1)
         s = warpgroup_mma(
-            there.q.index(C),
-            there.k.index(ks).permute((1, 0)),
+            shared.q.index(C),
+            shared.k.index(ks).permute((1, 0)),
             gl.zeros([64, form.KEYS], gl.float32, SCORES),
             use_acc=False,
             is_async=True,
         )
         if form.PINGPONG:
-            mbarrier.arrive(there.turn.index(1 - C), count=1)
+            mbarrier.arrive(shared.turn.index(1 - C), count=1)
         s = warpgroup_mma_wait(0, deps=(s,))
-        mbarrier.arrive(there.k_empty.index(ks), count=1)
-        s = _capped(s, given, form)
-        factor = 1.0 if form.CAPPED else given.scale
-        s = _hidden(s, begin, position, given.window, form)
+        mbarrier.arrive(shared.k_empty.index(ks), count=1)
+        s = _capped(s, inputs, form)
+        factor = 1.0 if form.CAPPED else inputs.scale
+        s = _hidden(s, begin, position, inputs.window, form)
         m_new = gl.maximum(m, gl.max(s, 1) * factor)
         top = m_new
         if form.WINDOWED or form.CUTS:
@@ -403,7 +404,7 @@ def _consume(
             norm = gl.exp2(m - top) + norm
         m = m_new
         p = gl.convert_layout(
-            w.to(there.k.dtype), gl.DotOperandLayout(0, _products(form.DIM), 2)
+            w.to(shared.k.dtype), gl.DotOperandLayout(0, _products(form.DIM), 2)
         )
         acc = gl.zeros([64, form.DIM], gl.float32, _products(form.DIM))
         m_all = gl.full([64], float("-inf"), gl.float32, ROWS)
@@ -413,7 +414,7 @@ def _consume(
         start = begin + 1
         if form.WINDOWED:
             last_row = position + (64 // form.PACK - 1)
-            whole = gl.maximum(last_row - given.window + 1, 0) + form.KEYS - 1
+            whole = gl.maximum(last_row - inputs.window + 1, 0) + form.KEYS - 1
             whole = gl.minimum(gl.maximum(whole // form.KEYS, start), seen_by_all)
             for j in range(start, whole):
                 m, norm, acc, p, m_all, norm_all = _step(
@@ -428,8 +429,8 @@ def _consume(
                     m_all,
                     norm_all,
                     position,
-                    there,
-                    given,
+                    shared,
+                    inputs,
                     True,
                     form,
                 )
@@ -447,8 +448,8 @@ def _consume(
                 m_all,
                 norm_all,
                 position,
-                there,
-                given,
+                shared,
+                inputs,
                 False,
                 form,
             )
@@ -465,8 +466,8 @@ def _consume(
                 m_all,
                 norm_all,
                 position,
-                there,
-                given,
+                shared,
+                inputs,
                 True,
                 form,
             )
@@ -474,29 +475,29 @@ def _consume(
         o += end - begin
         t += 1
         # The next queries may come.
-        mbarrier.arrive(there.q_empty.index(C), count=1)
+        mbarrier.arrive(shared.q_empty.index(C), count=1)
         vs = (g - 1) % form.STAGES
-        mbarrier.wait(there.v_full.index(vs), ((g - 1) // form.STAGES) & 1)
-        acc = warpgroup_mma(p, there.v.index(vs), acc, is_async=True)
+        mbarrier.wait(shared.v_full.index(vs), ((g - 1) // form.STAGES) & 1)
+        acc = warpgroup_mma(p, shared.v.index(vs), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(there.v_empty.index(vs), count=1)
+        mbarrier.arrive(shared.v_empty.index(vs), count=1)
 
         if form.CUTS:
             if end > 2:  # there are cuts before the last
                 m, norm, old, new = _merge_sums(m_all, norm_all, m, norm)
-                acc = _merge_out(there.total.index(C), acc, old, new, form)
+                acc = _merge_out(shared.total.index(C), acc, old, new, form)
             share = gl.div_rn(gl.full([64], 1.0, gl.float32, ROWS), norm)
         else:
             share = 1.0 / norm
         share = gl.convert_layout(share, gl.SliceLayout(1, _products(form.DIM)))
-        result = gl.convert_layout((acc * share[:, None]).to(there.k.dtype), OUT)
+        result = gl.convert_layout((acc * share[:, None]).to(shared.k.dtype), OUT)
         token = gl.load(record)
-        own = gl.load(record + 2)
+        queries = gl.load(record + 2)
         head = gl.load(record + 5)
         i = C * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
         d = gl.arange(0, form.DIM, layout=gl.SliceLayout(0, OUT))
         line = (token + i // form.PACK).to(gl.int64) * heads + head + i % form.PACK
-        live = i // form.PACK < own
+        live = i // form.PACK < queries
         if form.PACK > form.GROUP:
             live = live & (i % form.PACK < form.GROUP)
         mask = live[:, None]
@@ -519,8 +520,8 @@ def _produce(
     q_parts: gl.shared_memory_descriptor,
     k_pages: gl.shared_memory_descriptor,
     v_pages: gl.shared_memory_descriptor,
-    there: Shared,
-    given: Inputs,
+    shared: Shared,
+    inputs: Inputs,
     form: Form,
 ) -> None:
     """The warp of a program that brings its tiles."""
@@ -531,9 +532,9 @@ def _produce(
     g = 0
     t = 0
     tails = 0
-    first = given.plan + 2 * gl.program_id(0)
+    first = inputs.plan + 2 * gl.program_id(0)
     for item in range(gl.load(first), gl.load(first + 1)):
-        record = given.plan + item * 8
+        record = inputs.plan + item * RECORD
         token = gl.load(record)
         begin = gl.load(record + 3)
         end = gl.load(record + 4)
@@ -550,8 +551,8 @@ def _produce(
                 rows = rows + (block * block_rows + base_row,)  # type: ignore[assignment]
             stage = g % form.STAGES
             turn = ((g // form.STAGES) & 1) ^ 1
-            mbarrier.wait(there.k_empty.index(stage), turn)
-            k_full = there.k_full.index(stage)
+            mbarrier.wait(shared.k_empty.index(stage), turn)
+            k_full = shared.k_full.index(stage)
             mbarrier.expect(k_full, form.KEYS * form.DIM * 2)
             for i in gl.static_range(PAGES):
                 for part in gl.static_range(PANELS):
@@ -563,8 +564,8 @@ def _produce(
                     )
             if j == begin:
                 for c in gl.static_range(form.WARPGROUPS):
-                    mbarrier.wait(there.q_empty.index(c), (t & 1) ^ 1)
-                    mbarrier.expect(there.q_full.index(c), 64 * form.DIM * 2)
+                    mbarrier.wait(shared.q_empty.index(c), (t & 1) ^ 1)
+                    mbarrier.expect(shared.q_full.index(c), 64 * form.DIM * 2)
                     for part in gl.static_range(PANELS):
                         tma.async_copy_global_to_shared(
                             q_desc,
@@ -574,11 +575,11 @@ def _produce(
                                 head % form.GROUP,
                                 part * 64,
                             ],
-                            there.q_full.index(c),
+                            shared.q_full.index(c),
                             q_parts.index(c * PANELS + part),
                         )
-            mbarrier.wait(there.v_empty.index(stage), turn)
-            v_full = there.v_full.index(stage)
+            mbarrier.wait(shared.v_empty.index(stage), turn)
+            v_full = shared.v_full.index(stage)
             if j * form.KEYS + form.KEYS <= context:
                 mbarrier.expect(v_full, form.KEYS * form.DIM * 2)
                 for i in gl.static_range(PAGES):
@@ -593,17 +594,17 @@ def _produce(
                 # Values behind the end must be zeros: a weight of 0 times NaN is NaN.
                 for i in gl.static_range(PAGES):
                     live = j * form.KEYS + i * PAGE < context
-                    mbarrier.expect(there.tail, PAGE * form.DIM * 2, pred=live)
-                    mbarrier.arrive(there.tail, count=1, pred=live == 0)
+                    mbarrier.expect(shared.tail, PAGE * form.DIM * 2, pred=live)
+                    mbarrier.arrive(shared.tail, count=1, pred=live == 0)
                     for part in gl.static_range(PANELS):
                         tma.async_copy_global_to_shared(
                             kv_desc,
                             [rows[i] + PAGE, part * 64],
-                            there.tail,
+                            shared.tail,
                             v_pages.index((stage * PANELS + part) * PAGES + i),
                             pred=live,
                         )
-                mbarrier.wait(there.tail, tails & 1)
+                mbarrier.wait(shared.tail, tails & 1)
                 tails += 1
                 slot = gl.arange(0, PAGE, layout=gl.SliceLayout(1, TAIL))
                 for number in range(PAGES):
@@ -679,7 +680,7 @@ def prefill_kernel(
     )
     k_pages = k._reinterpret(TYPE, [STAGES * PANELS * PAGES, PAGE, 64], kv_desc.layout)
     v_pages = v._reinterpret(TYPE, [STAGES * PANELS * PAGES, PAGE, 64], kv_desc.layout)
-    there = Shared(
+    shared = Shared(
         q,
         k,
         v,
@@ -694,16 +695,16 @@ def prefill_kernel(
         gl.allocate_shared_memory(gl.int64, [1], BARRIER),
     )
     for i in gl.static_range(WARPGROUPS):
-        mbarrier.init(there.q_full.index(i), count=1)
-        mbarrier.init(there.q_empty.index(i), count=1)
+        mbarrier.init(shared.q_full.index(i), count=1)
+        mbarrier.init(shared.q_empty.index(i), count=1)
     for i in gl.static_range(STAGES):
-        mbarrier.init(there.k_full.index(i), count=1)
-        mbarrier.init(there.k_empty.index(i), count=WARPGROUPS)
-        mbarrier.init(there.v_full.index(i), count=1)
-        mbarrier.init(there.v_empty.index(i), count=WARPGROUPS)
+        mbarrier.init(shared.k_full.index(i), count=1)
+        mbarrier.init(shared.k_empty.index(i), count=WARPGROUPS)
+        mbarrier.init(shared.v_full.index(i), count=1)
+        mbarrier.init(shared.v_empty.index(i), count=WARPGROUPS)
     for i in gl.static_range(2):
-        mbarrier.init(there.turn.index(i), count=1)
-    mbarrier.init(there.tail, count=PAGES)
+        mbarrier.init(shared.turn.index(i), count=1)
+    mbarrier.init(shared.tail, count=PAGES)
     form = Form(
         HEAD_DIM,
         DIM,
@@ -718,8 +719,8 @@ def prefill_kernel(
         SINKS,
         CUTS,
     )
-    given = Inputs(plan, window, scale, cap)
-    consumed = (out_ptr, sink_ptr, heads, there, given, form)
+    inputs = Inputs(plan, window, scale, cap)
+    consumed = (out_ptr, sink_ptr, heads, shared, inputs, form)
     produced = (
         q_desc,
         kv_desc,
@@ -731,8 +732,8 @@ def prefill_kernel(
         q_parts,
         k_pages,
         v_pages,
-        there,
-        given,
+        shared,
+        inputs,
         form,
     )
     if WARPGROUPS == 1:
@@ -742,7 +743,7 @@ def prefill_kernel(
             [PRODUCER_REGISTERS],
         )
     else:
-        mbarrier.arrive(there.turn.index(0), count=1)
+        mbarrier.arrive(shared.turn.index(0), count=1)
         gl.warp_specialize(
             [
                 (_consume, (ZERO,) + consumed),

@@ -117,10 +117,12 @@ def _measure_units_kernel(
     count = stop // QUERIES + sequence + 1 - base
     for first in range(0, count, BLOCK):
         unit = first + tl.arange(0, BLOCK)
-        own = tl.minimum(stop - start - unit * QUERIES, QUERIES)
+        num_queries = tl.minimum(stop - start - unit * QUERIES, QUERIES)
         position = context_len - (stop - start) + unit * QUERIES
         begin = tl.maximum(position - window + 1, 0) // KEYS
-        length = tl.where(own > 0, tl.cdiv(position + own, KEYS) - begin, 0)
+        length = tl.where(
+            num_queries > 0, tl.cdiv(position + num_queries, KEYS) - begin, 0
+        )
         tl.store(unit_ptr + base + unit, length, mask=unit < count)
         tl.store(unit_ptr + num_units + base + unit, sequence, mask=unit < count)
 
@@ -205,9 +207,9 @@ def _plan_prefill_kernel(
             start = part * whole % num_programs
             count += _share(program, num_items, start, num_programs)
         begin = head + program * room
-        there = program < num_programs
-        tl.store(plan_ptr + 2 * program, begin, mask=there)
-        tl.store(plan_ptr + 2 * program + 1, begin + count, mask=there)
+        is_program = program < num_programs
+        tl.store(plan_ptr + 2 * program, begin, mask=is_program)
+        tl.store(plan_ptr + 2 * program + 1, begin + count, mask=is_program)
     if mine == 0:
         return
 
@@ -233,12 +235,12 @@ def _plan_prefill_kernel(
     position = context_len - num_queries + tile * QUERIES
     begin = tl.maximum(position - window + 1, 0) // KEYS
     to = plan_ptr + (head + program * room + turn) * RECORD
-    own = line < KV_HEADS * LINES
-    tl.store(to, token + tile * QUERIES, mask=own)
-    tl.store(to + 1, position, mask=own)
-    tl.store(to + 2, tl.minimum(num_queries - tile * QUERIES, QUERIES), mask=own)
-    tl.store(to + 3, begin, mask=own)
-    tl.store(to + 4, begin + mine, mask=own)
-    tl.store(to + 5, kv_head * GROUP + line % LINES, mask=own)
-    tl.store(to + 6, sequence, mask=own)
-    tl.store(to + 7, context_len, mask=own)
+    is_line = line < KV_HEADS * LINES
+    tl.store(to, token + tile * QUERIES, mask=is_line)
+    tl.store(to + 1, position, mask=is_line)
+    tl.store(to + 2, tl.minimum(num_queries - tile * QUERIES, QUERIES), mask=is_line)
+    tl.store(to + 3, begin, mask=is_line)
+    tl.store(to + 4, begin + mine, mask=is_line)
+    tl.store(to + 5, kv_head * GROUP + line % LINES, mask=is_line)
+    tl.store(to + 6, sequence, mask=is_line)
+    tl.store(to + 7, context_len, mask=is_line)
