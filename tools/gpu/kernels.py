@@ -15,13 +15,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.kernels.cuda.decode_attention import paged_decode_attention
-from baton.kernels.cuda.fixed_product import fixed_product, has_warpgroup_products
+from baton.kernels.cuda.fixed_product import (
+    fixed_product,
+    has_warpgroup_products,
+    packed,
+)
 from baton.kernels.cuda.prefill_attention import paged_prefill_attention
 from baton.kernels.cuda.sampling import sample_tokens
 from baton.kernels.hopper.attention import prefill as hopper
 from baton.kernels.hopper.attention.decode import one_decode_attention, plan_decode
+from baton.kernels.hopper.narrow.narrow_proof import weights_of
+from baton.kernels.hopper.narrow.product import streamed
 from baton.kernels.hopper.products.product import load_product
+from baton.kernels.reference import NarrowWeight
 from baton.model.layers.linear import Product
+from baton.model.loading.layer_weights import NarrowLinear, PackNarrow
 from baton.model.sampling.sampler import SampleRow, SamplingTensors
 from baton.protocol.sampling import Sampling
 from tools.gpu.cases import (
@@ -39,6 +47,7 @@ from tools.gpu.section import Desk
 from tools.gpu.timing import Call
 
 VALUE_BYTES = 2
+NARROW_BYTES = {"int4": 0.5, "fp8": 1.0}
 ORDERED = ", ordered"
 ON_HOPPER = ", on Hopper"
 IN_ONE_ORDER = ", on Hopper in one order"
@@ -88,6 +97,10 @@ class Kernels:
                 for name, multiply in (("ordered", ours), ("cuBLAS", F.linear)):
                     blank = Measured(product.key(name), product.unit)
                     measure(blank, partial(self.products, product, blank, multiply))
+                for narrow, num_bytes in NARROW_BYTES.items():
+                    blank = Measured(product.key(narrow), product.unit)
+                    work = partial(self.narrow_products, product, blank, num_bytes)
+                    measure(blank, partial(work, narrow))
         for sampling in cases.sampling:
             measure(
                 Measured(sampling.key, sampling.unit), partial(self.sample, sampling)
@@ -191,6 +204,28 @@ class Kernels:
         timing = self.desk.watch.kernels(
             [lambda: [multiply(x, weight) for x, weight in pairs]]
         )
+        return msgspec.structs.replace(blank, work=work, timing=timing)
+
+    def narrow_products(
+        self, case: ProductCase, blank: Measured, num_bytes: float, narrow: str
+    ) -> Measured:
+        """Measure a layer whose weights keep codes of `num_bytes` each."""
+        device = self.desk.device
+        pack = narrow_packing(device)
+        layers = [
+            (
+                self._normal(case.rows, inner),
+                *pack(next(weights_of(narrow, columns, inner, device)), device),
+            )
+            for columns, inner in case.linears
+        ]
+        values = sum(columns * inner for columns, inner in case.linears)
+        rows_moved = sum(case.rows * (c + inner) for c, inner in case.linears)
+        moved = num_bytes * values + VALUE_BYTES * rows_moved
+        timing = self.desk.watch.kernels(
+            [lambda: [multiply(x, codes) for x, codes, multiply in layers]]
+        )
+        work = Work(moved, 2 * case.rows * values)
         return msgspec.structs.replace(blank, work=work, timing=timing)
 
     def _normal(self, *size: int) -> Tensor:
@@ -297,3 +332,14 @@ PREFILLS: Forms = {
     ON_HOPPER: partial(_hopper_prefill_call, cuts=False),
     IN_ONE_ORDER: partial(_hopper_prefill_call, cuts=True),
 }
+
+
+def narrow_packing(device: torch.device) -> PackNarrow:
+    """Return what packs weights of four bits and FP8 as nodes on such a GPU would."""
+    if not has_warpgroup_products(device):
+        return packed
+
+    def pack(weight: NarrowWeight, device: torch.device) -> tuple[Tensor, NarrowLinear]:
+        return streamed(weight, device) or packed(weight, device)
+
+    return pack

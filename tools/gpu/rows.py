@@ -296,7 +296,9 @@ CLAIMS = (
     ),
     Claim("prefill ms", rows=r".* prefill \w+( in chunks of \d+|, graph)?"),
     Claim("prefill attention and SDPA", rows=r"(prefill attention|torch SDPA) .*"),
-    Claim("products and cuBLAS", rows=r"(ordered|cuBLAS) products of a layer.*"),
+    Claim(
+        "products and cuBLAS", rows=r"(ordered|cuBLAS|int4|fp8) products of a layer.*"
+    ),
     Claim("sampler", rows=r"sampling .*"),
     Claim("idle share", rows=r"idle share.*"),
     Claim("lane", r"lane .*"),

@@ -90,13 +90,13 @@ def weights_of(
 
 def fault_of(weight: NarrowWeight, device: torch.device) -> str:
     """Return the first fault of one weight's product; empty if there is none."""
-    found = streamed(weight, device)
-    if found is None:
+    made = streamed(weight, device)
+    if made is None:
         return "it was not packed"
-    return Trial(weight, found[1]).fault()
+    return NarrowTrial(weight, made[1]).fault()
 
 
-class Trial:
+class NarrowTrial:
     """Random rows, and what the product of one weight makes of them in its largest tile."""
 
     def __init__(self, weight: NarrowWeight, product: StreamedProduct) -> None:

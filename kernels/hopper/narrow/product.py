@@ -56,7 +56,7 @@ MANY_ROWS = RowTile(128, 1)
 MAX_SPREAD_ROWS = 128
 
 
-class Plan(NamedTuple):
+class StreamPlan(NamedTuple):
     """How to compute some rows."""
 
     tile: RowTile
@@ -64,13 +64,13 @@ class Plan(NamedTuple):
     is_spread: bool  # each part has a program of its own
 
 
-def plan_for(weight: PackedWeight, rows: int) -> Plan:
+def plan_for(weight: PackedWeight, rows: int) -> StreamPlan:
     tile = next((tile for most, tile in ROW_TILES if rows <= most), MANY_ROWS)
     codes = 4096 + 256 if weight.kind == INT4 else 8192
     stage = GROUPS * codes + tile.rows * STEP * 2
     stages = max(2, min(MAX_STAGES, ROOM[tile.per_multiprocessor] // stage))
     is_spread = weight.parts > 1 and rows <= MAX_SPREAD_ROWS
-    return Plan(tile, stages, is_spread)
+    return StreamPlan(tile, stages, is_spread)
 
 
 @dataclass(slots=True, frozen=True)
@@ -88,7 +88,7 @@ class StreamedProduct:
         assert codes.data_ptr() == self.weight.codes.data_ptr()
         return self.compute(x, plan_for(self.weight, max(1, len(x))))
 
-    def compute(self, x: Tensor, plan: Plan, out: Tensor | None = None) -> Tensor:
+    def compute(self, x: Tensor, plan: StreamPlan, out: Tensor | None = None) -> Tensor:
         weight = self.weight
         rows = x.shape[0]
         if out is None:

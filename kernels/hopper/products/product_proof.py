@@ -61,13 +61,13 @@ def prove(shapes: ModelShapes, device: str) -> str:
     product = load_product(torch.device(device))
     for columns, inner in dict.fromkeys(shapes.linears):
         if has_fitting_sizes(columns, inner):
-            trial = Trial(product, columns, inner, torch.device(device))
+            trial = ProductTrial(product, columns, inner, torch.device(device))
             if fault := trial.fault():
                 return f"{fault} (a weight of {columns} x {inner})"
     return ""
 
 
-class Trial:
+class ProductTrial:
     """Random rows and a random weight of one shape, and what the widest tiles make of them."""
 
     def __init__(

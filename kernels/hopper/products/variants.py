@@ -127,7 +127,7 @@ ANY_ROWS = 1 << 31
 
 
 @dataclass(slots=True, frozen=True)
-class Choice:
+class VariantChoice:
     """The variants for up to `max_rows`: the fastest, and the fastest in Gluon."""
 
     max_rows: int
@@ -141,7 +141,7 @@ class ShapeClass:
 
     max_columns: int
     min_inner: int
-    choices: tuple[Choice, ...]
+    choices: tuple[VariantChoice, ...]
 
 
 # With few rows each of 132 multiprocessors should have one tile, which sets the borders.
@@ -150,86 +150,86 @@ TABLE = (
         132 * 8,  # 1,024 was measured
         0,
         (
-            Choice(16, "g64x32_r16", "g64x32_r16"),
-            Choice(32, "c64x8_r32", "g64x32"),
-            Choice(128, "g64x32", "g64x32"),
-            Choice(512, "c64x64_w2", "g128x64"),
-            Choice(ANY_ROWS, "g128x128", "g128x128"),
+            VariantChoice(16, "g64x32_r16", "g64x32_r16"),
+            VariantChoice(32, "c64x8_r32", "g64x32"),
+            VariantChoice(128, "g64x32", "g64x32"),
+            VariantChoice(512, "c64x64_w2", "g128x64"),
+            VariantChoice(ANY_ROWS, "g128x128", "g128x128"),
         ),
     ),
     ShapeClass(
         132 * 32,  # 4,096 by 12,288
         8192,
         (
-            Choice(8, "c64x32_r8_d", "g64x32_r16"),
-            Choice(16, "g64x32_r16", "g64x32_r16"),
-            Choice(32, "c64x32_r32", "g64x32"),
-            Choice(64, "c64x48_x4", "g64x32"),
-            Choice(128, "c64x64_w2", "g128x64"),
-            Choice(256, "g128x64", "g128x64"),
-            Choice(512, "c128x128_w2", "g128x128"),
-            Choice(ANY_ROWS, "g128x128", "g128x128"),
+            VariantChoice(8, "c64x32_r8_d", "g64x32_r16"),
+            VariantChoice(16, "g64x32_r16", "g64x32_r16"),
+            VariantChoice(32, "c64x32_r32", "g64x32"),
+            VariantChoice(64, "c64x48_x4", "g64x32"),
+            VariantChoice(128, "c64x64_w2", "g128x64"),
+            VariantChoice(256, "g128x64", "g128x64"),
+            VariantChoice(512, "c128x128_w2", "g128x128"),
+            VariantChoice(ANY_ROWS, "g128x128", "g128x128"),
         ),
     ),
     ShapeClass(
         132 * 32,  # 4,096 by 4,096
         0,
         (
-            Choice(8, "c64x32_r8_d", "g64x32_r16"),
-            Choice(32, "c64x32_r32", "g64x32"),
-            Choice(64, "g64x32", "g64x32"),
-            Choice(128, "c64x64_w2", "g128x64"),
-            Choice(256, "g128x64", "g128x64"),
-            Choice(512, "c128x128_w2", "g128x64"),
-            Choice(ANY_ROWS, "g128x128", "g128x128"),
+            VariantChoice(8, "c64x32_r8_d", "g64x32_r16"),
+            VariantChoice(32, "c64x32_r32", "g64x32"),
+            VariantChoice(64, "g64x32", "g64x32"),
+            VariantChoice(128, "c64x64_w2", "g128x64"),
+            VariantChoice(256, "g128x64", "g128x64"),
+            VariantChoice(512, "c128x128_w2", "g128x64"),
+            VariantChoice(ANY_ROWS, "g128x128", "g128x128"),
         ),
     ),
     ShapeClass(
         132 * 48,  # 6,144
         0,
         (
-            Choice(8, "c64x48_r8", "g64x128_r16"),
-            Choice(16, "c64x48_r32", "g64x128_r16"),
-            Choice(32, "c64x48_r32", "g64x128"),
-            Choice(64, "c64x96_x2", "g64x128"),
-            Choice(128, "g64x128", "g64x128"),
-            Choice(256, "g128x128", "g128x128"),
-            Choice(512, "c128x192", "g128x64"),
-            Choice(ANY_ROWS, "g128x128", "g128x128"),
+            VariantChoice(8, "c64x48_r8", "g64x128_r16"),
+            VariantChoice(16, "c64x48_r32", "g64x128_r16"),
+            VariantChoice(32, "c64x48_r32", "g64x128"),
+            VariantChoice(64, "c64x96_x2", "g64x128"),
+            VariantChoice(128, "g64x128", "g64x128"),
+            VariantChoice(256, "g128x128", "g128x128"),
+            VariantChoice(512, "c128x192", "g128x64"),
+            VariantChoice(ANY_ROWS, "g128x128", "g128x128"),
         ),
     ),
     ShapeClass(
         132 * 96,  # not measured: tiles for widths of half as many columns as the next
         0,
         (
-            Choice(8, "c64x96_r8", "g64x128_r16"),
-            Choice(16, "c64x96_r32", "g64x128_r16"),
-            Choice(32, "c64x96_r32", "g64x128"),
-            Choice(64, "c64x96_x2", "g64x128"),
-            Choice(128, "g64x128", "g64x128"),
-            Choice(ANY_ROWS, "g128x128", "g128x128"),
+            VariantChoice(8, "c64x96_r8", "g64x128_r16"),
+            VariantChoice(16, "c64x96_r32", "g64x128_r16"),
+            VariantChoice(32, "c64x96_r32", "g64x128"),
+            VariantChoice(64, "c64x96_x2", "g64x128"),
+            VariantChoice(128, "g64x128", "g64x128"),
+            VariantChoice(ANY_ROWS, "g128x128", "g128x128"),
         ),
     ),
     ShapeClass(
         65_536,  # 24,576
         0,
         (
-            Choice(16, "c64x192_r32", "g64x128_r16"),
-            Choice(32, "c64x96_r32", "g64x128"),
-            Choice(64, "c64x96_x2", "g64x128"),
-            Choice(128, "c128x192", "g64x128"),
-            Choice(2048, "g128x128", "g128x128"),
-            Choice(ANY_ROWS, "g128x256", "g128x256"),
+            VariantChoice(16, "c64x192_r32", "g64x128_r16"),
+            VariantChoice(32, "c64x96_r32", "g64x128"),
+            VariantChoice(64, "c64x96_x2", "g64x128"),
+            VariantChoice(128, "c128x192", "g64x128"),
+            VariantChoice(2048, "g128x128", "g128x128"),
+            VariantChoice(ANY_ROWS, "g128x256", "g128x256"),
         ),
     ),
     ShapeClass(
         ANY_ROWS,  # 151,936, a head
         0,
         (
-            Choice(16, "g64x128_r16", "g64x128_r16"),
-            Choice(32, "c64x64_r32_x2", "g64x128"),
-            Choice(128, "c128x192", "g128x128"),
-            Choice(ANY_ROWS, "g128x256", "g128x256"),
+            VariantChoice(16, "g64x128_r16", "g64x128_r16"),
+            VariantChoice(32, "c64x64_r32_x2", "g64x128"),
+            VariantChoice(128, "c128x192", "g128x128"),
+            VariantChoice(ANY_ROWS, "g128x256", "g128x256"),
         ),
     ),
 )

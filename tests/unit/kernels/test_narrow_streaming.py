@@ -14,15 +14,15 @@ from torch import Tensor
 from baton.kernels.hopper.narrow import narrow_proof, product, streaming
 from baton.kernels.hopper.narrow.narrow_proof import (
     COUNTS,
-    Trial,
+    NarrowTrial,
     missing_for,
     numbers_of,
 )
 from baton.kernels.hopper.narrow.packing import PackedWeight, packed_weight
 from baton.kernels.hopper.narrow.product import (
     MAX_SPREAD_ROWS,
-    Plan,
     StreamedProduct,
+    StreamPlan,
     plan_for,
 )
 from baton.kernels.proofs import ModelShapes
@@ -97,10 +97,10 @@ def read(packed: PackedWeight) -> Tensor:
             assert packed.meta is not None
             meta = packed.meta.numpy().view(np.uint32).reshape(units, steps, 64, 1)
             zero = (meta & np.uint32(0xFFFF)) * np.uint32(0x00010001)
-            given = {"$8": low, "$9": high, "$10": zero}
-            quarters = interpreted(str(streaming.INT4_TEXT.value), given, 8)
-        for quarter, found in enumerate(quarters):
-            part = pairs(found).reshape(units, steps, 64, 16).transpose(0, 2, 1, 3)
+            inputs = {"$8": low, "$9": high, "$10": zero}
+            quarters = interpreted(str(streaming.INT4_TEXT.value), inputs, 8)
+        for quarter, words_of in enumerate(quarters):
+            part = pairs(words_of).reshape(units, steps, 64, 16).transpose(0, 2, 1, 3)
             start = (quarter + 4 * piece if is_fp8 else quarter) * 16
             numbers[..., start : start + 16] = part
     return torch.from_numpy(numbers * scales_of(packed, units)).reshape(units * 64, -1)
@@ -274,7 +274,7 @@ def test_a_launch_computes_every_number_once(kind, shape, monkeypatch):
 class StandIn(StreamedProduct):
     """Computes what the kernel should, except what the tests change."""
 
-    def compute(self, x: Tensor, plan: Plan, out: Tensor | None = None) -> Tensor:
+    def compute(self, x: Tensor, plan: StreamPlan, out: Tensor | None = None) -> Tensor:
         result = (x.double() @ NUMBERS[0].T).bfloat16()
         if out is None:
             return result
@@ -291,7 +291,7 @@ def trial(stand_in: type[StandIn]) -> str:
     assert packed is not None
     NUMBERS[:] = [numbers_of(weight)]
     counts = torch.zeros(4, dtype=torch.int32)
-    return Trial(weight, stand_in(packed, counts)).fault()
+    return NarrowTrial(weight, stand_in(packed, counts)).fault()
 
 
 def test_right_products_are_proven():
@@ -299,7 +299,7 @@ def test_right_products_are_proven():
 
 
 class OtherBits(StandIn):
-    def compute(self, x: Tensor, plan: Plan, out: Tensor | None = None) -> Tensor:
+    def compute(self, x: Tensor, plan: StreamPlan, out: Tensor | None = None) -> Tensor:
         result = super().compute(x, plan, out)
         if len(x) == 33:
             result[32, 5] *= 1.01
@@ -307,7 +307,7 @@ class OtherBits(StandIn):
 
 
 class WritesBehind(StandIn):
-    def compute(self, x: Tensor, plan: Plan, out: Tensor | None = None) -> Tensor:
+    def compute(self, x: Tensor, plan: StreamPlan, out: Tensor | None = None) -> Tensor:
         result = super().compute(x, plan, out)
         if out is not None and plan.tile.rows == 64:
             out[len(x)] = 1.0
@@ -315,12 +315,12 @@ class WritesBehind(StandIn):
 
 
 class Wrong(StandIn):
-    def compute(self, x: Tensor, plan: Plan, out: Tensor | None = None) -> Tensor:
+    def compute(self, x: Tensor, plan: StreamPlan, out: Tensor | None = None) -> Tensor:
         return super().compute(x * 1.02, plan, out)
 
 
 class LeavesCounts(StandIn):
-    def compute(self, x: Tensor, plan: Plan, out: Tensor | None = None) -> Tensor:
+    def compute(self, x: Tensor, plan: StreamPlan, out: Tensor | None = None) -> Tensor:
         self.counts[1] = 1
         return super().compute(x, plan, out)
 

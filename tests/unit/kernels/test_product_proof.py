@@ -7,7 +7,7 @@ from torch import Tensor
 
 from baton.kernels.hopper.products import product_proof
 from baton.kernels.hopper.products.product_proof import (
-    Trial,
+    ProductTrial,
     counts_for,
     missing_for,
     prove,
@@ -44,7 +44,7 @@ class RightProduct:
 
 
 def fault_of(product: RightProduct, fallback: product_proof.Product = exact) -> str:
-    return Trial(product, COLUMNS, INNER, CPU, fallback).fault()
+    return ProductTrial(product, COLUMNS, INNER, CPU, fallback).fault()
 
 
 def test_right_products_are_proven():
@@ -166,7 +166,7 @@ def test_a_model_is_told_what_it_lacks():
 def test_each_shape_is_tried_once_and_the_first_fault_is_named(monkeypatch):
     tried: list[tuple[int, int]] = []
 
-    class Tried(Trial):
+    class Tried(ProductTrial):
         def __init__(self, product: RightProduct, columns: int, inner: int, _: object):
             tried.append((columns, inner))
 
@@ -174,7 +174,7 @@ def test_each_shape_is_tried_once_and_the_first_fault_is_named(monkeypatch):
             return "it is wrong" if len(tried) == 3 else ""
 
     monkeypatch.setattr(product_proof, "load_product", lambda _: RightProduct())
-    monkeypatch.setattr(product_proof, "Trial", Tried)
+    monkeypatch.setattr(product_proof, "ProductTrial", Tried)
     shapes = ((64, 64), (72, 64), (64, 64), (12, 64), (80, 64), (88, 64))
     model = msgspec.structs.replace(QWEN3_8B, linears=shapes)
     assert prove(model, "cpu") == "it is wrong (a weight of 80 x 64)"
@@ -182,6 +182,6 @@ def test_each_shape_is_tried_once_and_the_first_fault_is_named(monkeypatch):
 
 
 def test_the_candidates_name_the_proof():
-    (candidate,) = (one for one in CANDIDATES if one.name == PRODUCTS)
+    (candidate,) = (c for c in CANDIDATES if c.name == PRODUCTS)
     kernels = kernels_of(candidate)
     assert (kernels.missing_for, kernels.prove) == (missing_for, prove)
