@@ -112,7 +112,7 @@ def _scale_of(meta, IS_HALF: gl.constexpr):
         scale = ((meta >> 16) & 0xFFFF).to(gl.int16)
         return scale.to(gl.float16, bitcast=True).to(gl.float32)
     else:
-        return (meta & 0xFFFF0000).to(gl.int32).to(gl.float32, bitcast=True)
+        return ((meta >> 16) << 16).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
