@@ -1,5 +1,6 @@
 """The product for compute capability 9.0: its table, its plans, and how it comes to its kernels."""
 
+import ctypes
 import logging
 import sys
 
@@ -261,6 +262,10 @@ def test_a_driver_that_refuses_the_kernels_leaves_products_to_gluon(machine, cap
     assert len(caplog.records) == 1
 
 
-def test_a_machine_without_a_driver_says_so():
-    with pytest.raises(DriverError, match="driver cannot be loaded"):
+def test_a_machine_without_a_driver_says_so(monkeypatch):
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: no such file")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    with pytest.raises(DriverError, match=r"driver cannot be loaded: libcuda\.so\.1"):
         Driver()
