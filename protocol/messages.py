@@ -445,7 +445,7 @@ class Pooled(Message, frozen=True):
     times: StageTimes = StageTimes()
 
 
-class TokenEntry(msgspec.Struct, frozen=True, array_like=True):
+class TokenEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """New tokens of one sequence. The first of them is at the absolute position `position`."""
 
     key: Key

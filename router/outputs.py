@@ -196,70 +196,87 @@ class RequestOutput:
         return self.metrics.num_cached_tokens
 
 
-class Merged:
-    """Deltas merged per choice. The first `num_choices` choices are listed even without a delta."""
+@dataclass(slots=True)
+class _Pieces:
+    """The deltas of one choice.
 
-    __slots__ = ("_calls", "_outputs", "_reasonings", "_texts")
+    Texts are joined only when an output is needed, because `+=` copies the whole text.
+    """
 
-    def __init__(self, num_choices: int = 0) -> None:
-        self._outputs: dict[int, CompletionOutput] = {}
-        # Texts are joined only when an output is needed, because `+=` copies the whole text.
-        self._texts: dict[int, list[str]] = {}
-        self._reasonings: dict[int, list[str]] = {}
-        self._calls: dict[int, list[ToolCall]] = {}
-        for index in range(num_choices):
-            self._open(index)
+    output: CompletionOutput
+    texts: list[str] = field(default_factory=list)
+    reasonings: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
 
     def add(self, delta: CompletionOutput) -> None:
-        output = self._outputs.get(delta.index) or self._open(delta.index)
-        self._texts[delta.index].append(delta.text)
+        output = self.output
+        self.texts.append(delta.text)
         if delta.reasoning:
-            self._reasonings[delta.index].append(delta.reasoning)
+            self.reasonings.append(delta.reasoning)
         if delta.tool_calls:
-            self._calls[delta.index] += delta.tool_calls
-        output.token_ids.extend(delta.token_ids)
+            self.calls += delta.tool_calls
+        output.token_ids += delta.token_ids
         if delta.logprobs is not None:
             if output.logprobs is None:
                 output.logprobs = []
-            output.logprobs.extend(delta.logprobs)
+            output.logprobs += delta.logprobs
         output.finish_reason = delta.finish_reason
         output.stop_reason = delta.stop_reason
 
-    def outputs(self) -> list[CompletionOutput]:
-        """Return a snapshot of all choices in order, which later deltas do not change."""
-        return [self._snapshot(index) for index in sorted(self._outputs)]
-
-    def take(self) -> list[CompletionOutput]:
-        """Return all choices that had a delta, in order, and forget them."""
-        outputs = self.outputs()
-        self._outputs.clear()
-        self._texts.clear()
-        self._reasonings.clear()
-        self._calls.clear()
-        return outputs
-
-    def _open(self, index: int) -> CompletionOutput:
-        self._texts[index] = []
-        self._reasonings[index] = []
-        self._calls[index] = []
-        output = self._outputs[index] = CompletionOutput(index, "", [])
-        return output
-
-    def _snapshot(self, index: int) -> CompletionOutput:
-        text = "".join(self._texts[index])
-        reasoning = "".join(self._reasonings[index])
-        self._texts[index] = [text]
-        self._reasonings[index] = [reasoning]
-        calls = merged_calls(self._calls[index])
-        now = self._outputs[index]
+    def snapshot(self) -> CompletionOutput:
+        text = "".join(self.texts)
+        reasoning = "".join(self.reasonings)
+        self.texts = [text]
+        self.reasonings = [reasoning]
+        now = self.output
         return msgspec.structs.replace(
             now,
             text=text,
             token_ids=list(now.token_ids),
             logprobs=None if now.logprobs is None else list(now.logprobs),
             reasoning=reasoning,
-            tool_calls=calls,
+            tool_calls=merged_calls(self.calls),
         )
+
+
+class Merged:
+    """Deltas merged per choice. The first `num_choices` choices are listed even without a delta."""
+
+    __slots__ = ("_choices",)
+
+    def __init__(self, num_choices: int = 0) -> None:
+        # The first delta of a choice stays as it is, for many choices get no second before `take`.
+        self._choices: dict[int, CompletionOutput | _Pieces] = {
+            index: _Pieces(CompletionOutput(index, "", []))
+            for index in range(num_choices)
+        }
+
+    def add(self, delta: CompletionOutput) -> None:
+        """Take a delta, which its sender leaves alone from now on."""
+        held = self._choices.get(delta.index)
+        if isinstance(held, _Pieces):
+            held.add(delta)
+        elif held is None and not delta.tool_calls:
+            self._choices[delta.index] = delta
+        else:
+            pieces = _Pieces(CompletionOutput(delta.index, "", []))
+            if held is not None:
+                pieces.add(held)
+            pieces.add(delta)
+            self._choices[delta.index] = pieces
+
+    def outputs(self) -> list[CompletionOutput]:
+        """Return a snapshot of all choices in order, which later deltas do not change."""
+        ordered = [self._choices[index] for index in sorted(self._choices)]
+        return [
+            held.snapshot() if isinstance(held, _Pieces) else held for held in ordered
+        ]
+
+    def take(self) -> list[CompletionOutput]:
+        """Return all choices that had a delta, in order, and forget them."""
+        outputs = self.outputs()
+        self._choices.clear()
+        return outputs
 
 
 class StageSpan(msgspec.Struct, frozen=True):

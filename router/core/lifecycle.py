@@ -170,6 +170,36 @@ class Lifecycle:
             self._out.append(Closed())
         return self._out
 
+    def continues(self, now_s: float, node: NodeId, entry: TokenEntry) -> bool:
+        """Note tokens that `node` adds to a choice that streams, and return True.
+
+        They are to be delivered as they are. Almost every entry is such a one, and needs no
+        command. Any other changes nothing here and is an event for `step`.
+        """
+        key = entry.key
+        if (
+            entry.finish_reason is not None
+            or entry.logprobs
+            or not entry.token_ids
+            or self._num_prompt_bytes
+            or key.choice >= len(self.choices)
+        ):
+            return False
+        choice = self.choices[key.choice]
+        attempt = choice.attempt
+        if (
+            attempt is None
+            or not attempt.streaming
+            or attempt.decode_node != node
+            or attempt.key.attempt != key.attempt
+            or entry.position != len(self.request.token_ids) + len(choice.output)
+        ):
+            return False
+        attempt.heard_s = now_s
+        choice.output.extend(entry.token_ids)
+        self._has_delivered = True
+        return True
+
     @property
     def heard_s(self) -> float | None:
         """Return when nodes last made progress with the attempt that has waited the longest."""
@@ -179,7 +209,7 @@ class Lifecycle:
     # --- messages of nodes ----------------------------------------------------------------------
 
     def _on_entry(self, node: NodeId, entry: TokenEntry) -> None:
-        """Handle new tokens. This is the hot path: it runs once per sequence and step."""
+        """Handle new tokens that do more than `continues` covers."""
         index = entry.key.choice
         if index >= len(self.choices):
             return

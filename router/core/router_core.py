@@ -9,7 +9,7 @@ import asyncio
 import math
 import secrets
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import assert_never
 
@@ -307,8 +307,7 @@ class RouterCore:
     def _on_message(self, node: NodeId, message: ToRouter) -> None:
         match message:
             case Tokens(entries=entries):
-                for entry in entries:
-                    self._on_request_message(node, entry.key.request_id, entry)
+                self._on_tokens(node, entries)
             case Accepted() | FirstTokens() | PromptLogprobs() | Pooled() | Failed():
                 if isinstance(message, Failed) and message.failure.code == DRAINING:
                     # The node's next heartbeat will report it too.
@@ -348,6 +347,25 @@ class RouterCore:
                 pass
             case _:
                 assert_never(message)
+
+    def _on_tokens(self, node: NodeId, entries: Sequence[TokenEntry]) -> None:
+        """Deliver the tokens of a step. This is the hot path: a turn for each sequence and step."""
+        requests = self._requests
+        streams = self._streams
+        now_s = self._now_s
+        for entry in entries:
+            key = entry.key
+            lifecycle = requests.get(key.request_id)
+            if lifecycle is None or not lifecycle.continues(now_s, node, entry):
+                self._on_request_message(node, key.request_id, entry)
+                continue
+            try:
+                if streams[key.request_id].push(key.choice, entry.token_ids, None):
+                    self._events.append((lifecycle, ChoiceStopped(key.choice), NO_NODE))
+            except Exception:  # noqa: BLE001  a bug ends only its own request
+                self._broke(lifecycle, entry)
+            if self._events:
+                self._handle_events()
 
     def _on_request_message(
         self, node: NodeId, request_id: RequestId, message: NodeMessage
@@ -401,17 +419,20 @@ class RouterCore:
         try:
             for command in lifecycle.step(self._now_s, event, node):
                 self._carry_out(lifecycle, command)
-        except Exception:  # a bug ends only its own request
-            log.exception(
-                "unhandled error", request=request_id, at=type(event).__name__
-            )
-            self._streams[request_id].finish(
-                BatonError("the router failed to handle this request")
-            )
-            if isinstance(event, CallerGone):
-                self._forget(request_id)
-            else:  # its nodes must not go on
-                self._events.append((lifecycle, CallerGone("router error"), NO_NODE))
+        except Exception:  # noqa: BLE001  a bug ends only its own request
+            self._broke(lifecycle, event)
+
+    def _broke(self, lifecycle: Lifecycle, event: RequestEvent) -> None:
+        """End the request whose handling of `event` has raised the current exception."""
+        request_id = lifecycle.request.request_id
+        log.exception("unhandled error", request=request_id, at=type(event).__name__)
+        self._streams[request_id].finish(
+            BatonError("the router failed to handle this request")
+        )
+        if isinstance(event, CallerGone):
+            self._forget(request_id)
+        else:  # its nodes must not go on
+            self._events.append((lifecycle, CallerGone("router error"), NO_NODE))
 
     def _forget(self, request_id: RequestId) -> None:
         """Drop a request. A node that still works for it is told to stop at its next message."""

@@ -22,6 +22,7 @@ from baton.protocol.messages import (
     PromptLogprobs,
     StageTimes,
     TokenEntry,
+    TokenLogprobs,
 )
 from baton.protocol.sampling import Sampling
 from baton.router.core.lifecycle import SILENCE_DEADLINE_S, Lifecycle
@@ -114,6 +115,33 @@ class Driver:
 
 def of_type(commands: list[RequestCommand], kind: type[C]) -> list[C]:
     return [command for command in commands if isinstance(command, kind)]
+
+
+def test_an_entry_that_only_continues_a_choice_needs_no_command():
+    drive = Driver()
+    drive.place(prefill=None)
+    first = TokenEntry(KEY, 3, [9])
+    assert not drive.lifecycle.continues(1.0, D, first)  # nothing streams yet
+    assert drive.says(D, first) == [Deliver(0, [9])]
+    assert drive.lifecycle.continues(7.0, D, TokenEntry(KEY, 4, [8, 7]))
+    assert drive.lifecycle.choices[0].output == [9, 8, 7]
+    assert drive.lifecycle.heard_s == 7.0
+    logprobs = (TokenLogprobs(-1.0, 1, ()),)
+    other = msgspec.structs.replace(KEY, attempt=1)
+    for node, entry in (
+        (P, TokenEntry(KEY, 6, [6])),
+        (D, TokenEntry(other, 6, [6])),
+        (D, TokenEntry(msgspec.structs.replace(KEY, choice=1), 6, [6])),
+        (D, TokenEntry(KEY, 5, [7, 6])),  # the first of them is known
+        (D, TokenEntry(KEY, 7, [5])),  # one before it is missing
+        (D, TokenEntry(KEY, 6, [6], "stop")),
+        (D, TokenEntry(KEY, 6, [6], None, None, logprobs)),
+        (D, TokenEntry(KEY, 6, [])),
+    ):
+        assert not drive.lifecycle.continues(8.0, node, entry)
+    assert drive.lifecycle.choices[0].output == [9, 8, 7]
+    assert drive.lifecycle.heard_s == 7.0
+    assert drive.says(D, TokenEntry(KEY, 5, [7, 6])) == [Deliver(0, [6])]
 
 
 def test_a_request_goes_from_one_place_to_closed():

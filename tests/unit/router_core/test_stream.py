@@ -87,6 +87,19 @@ def test_snapshots_do_not_change_afterwards():
     assert whole.outputs()[1] == CompletionOutput(1, "ab", [1, 2], None, "stop", "b")
 
 
+def test_a_delta_that_came_alone_is_taken_as_it_is():
+    merged = Merged()
+    alone = CompletionOutput(0, "a", [1])
+    merged.add(alone)
+    assert merged.take() == [alone]
+    assert merged.take() == []
+    merged.add(alone)
+    before = merged.outputs()
+    merged.add(CompletionOutput(0, "b", [2], None, "length"))
+    assert before == [CompletionOutput(0, "a", [1])]
+    assert merged.take() == [CompletionOutput(0, "ab", [1, 2], None, "length")]
+
+
 P0 = NodeId("p0")
 D0 = NodeId("d0")
 D1 = NodeId("d1")
