@@ -56,6 +56,7 @@ class Client:
         self.tenant = world.later_rng.choice(world.tenants) if world.tenants else None
         self.rule = RULES[world.later_rng.choice(("none", *RULES))]
         self.ignores_eos = self.ignores_eos and not self.rule.is_form
+        self.priority = next(world.priorities)
         self.stops = rng.choice(([], [], [], [word(token) for token in range(4)]))
         self.ends = {*range(len(self.stops)), *(() if self.ignores_eos else EOS)}
         self.is_done = False
@@ -153,6 +154,7 @@ class Client:
             "stop": self.stops,
             "return_token_ids": True,
             "temperature": 1.0,
+            "priority": self.priority,
             "stream": not self.is_scored,
             **({"prompt_logprobs": 0} if self.is_scored else {}),
             **self.rule.fields,

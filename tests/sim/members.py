@@ -263,7 +263,9 @@ class SimNode(Member):
         links: EngineSockets,
         clock: Callable[[], float],
     ) -> EngineLoop:
-        limits = NodeLimits(32, 8, self.world.max_model_len, EOS, VOCAB)
+        limits = NodeLimits(
+            32, 8, self.world.max_model_len, EOS, VOCAB, self.world.engine
+        )
         make = DecodeScheduler if self.role == "decode" else PrefillScheduler
         connector = NodeConnector(self.info, self.world.transfer)
         observer = NodeObserver(

@@ -21,7 +21,7 @@ from unittest import mock
 from baton.kv_transfer.stores import FolderStore
 from baton.node.router_channel import LONGEST_WAIT_S
 from baton.node.scheduling import prefix_reads
-from baton.protocol.config import TransferConfig
+from baton.protocol.config import EngineConfig, TransferConfig
 from baton.protocol.ids import Key
 from baton.protocol.messages import PROTOCOL_VERSION
 from baton.router.core import policy, prefetches
@@ -76,10 +76,20 @@ class Result:
     lanes: list[list[Fault]] = field(default_factory=list)
 
 
+def engine_from(rng: random.Random) -> tuple[EngineConfig, Iterator[int]]:
+    """Nodes may serve by the priorities of clients, and may guess tokens."""
+    engine = EngineConfig(
+        scheduling_policy=rng.choice(("fcfs", "priority")),
+        num_speculative_tokens=rng.choice((0, 0, 4)),
+        prompt_lookup_min=1,
+    )
+    return engine, iter(lambda: rng.choice((-1, 0, 0, 5)), None)
+
+
 class World:
     loses_pools = True  # which no ring of events shows
 
-    def __init__(
+    def __init__(  # noqa: PLR0915  (a line for each thing that is drawn)
         self,
         loop: SimLoop,
         seed: int,
@@ -89,6 +99,7 @@ class World:
         lends: bool = True,
     ) -> None:
         self.loop, self.rng = loop, random.Random(seed)
+        self.engine, self.priorities = engine_from(random.Random(f"engine {seed}"))
         # What came to the simulation later has numbers of its own.
         self.later_rng = random.Random(~seed)
         self.state_blocks = state_blocks  # of each sequence
