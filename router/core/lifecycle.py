@@ -198,6 +198,8 @@ class Lifecycle:
         attempt.heard_s = now_s
         choice.output.extend(entry.token_ids)
         self._has_delivered = True
+        if entry.num_draft_tokens:
+            self._count_guesses(entry)
         return True
 
     @property
@@ -239,8 +241,7 @@ class Lifecycle:
                     attempt, entry.times, of_prompt=attempt.prefill_node is None
                 )
         if choice.attempt is attempt:
-            self.metrics.num_draft_tokens += entry.num_draft_tokens
-            self.metrics.num_accepted_tokens += entry.num_accepted_tokens
+            self._count_guesses(entry)
             self._receive(
                 attempt,
                 choice,
@@ -249,6 +250,10 @@ class Lifecycle:
                 entry.finish_reason,
                 entry.logprobs,
             )
+
+    def _count_guesses(self, entry: TokenEntry) -> None:
+        self.metrics.num_draft_tokens += entry.num_draft_tokens
+        self.metrics.num_accepted_tokens += entry.num_accepted_tokens
 
     def _on_accepted(self, node: NodeId, message: Accepted) -> None:
         attempt = self._attempt_of(message.key)

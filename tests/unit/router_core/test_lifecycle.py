@@ -123,7 +123,10 @@ def test_an_entry_that_only_continues_a_choice_needs_no_command():
     first = TokenEntry(KEY, 3, [9])
     assert not drive.lifecycle.continues(1.0, D, first)  # nothing streams yet
     assert drive.says(D, first) == [Deliver(0, [9])]
-    assert drive.lifecycle.continues(7.0, D, TokenEntry(KEY, 4, [8, 7]))
+    guessed = TokenEntry(KEY, 4, [8, 7], num_draft_tokens=3, num_accepted_tokens=1)
+    assert drive.lifecycle.continues(7.0, D, guessed)
+    assert drive.metrics.num_draft_tokens == 3
+    assert drive.metrics.num_accepted_tokens == 1
     assert drive.lifecycle.choices[0].output == [9, 8, 7]
     assert drive.lifecycle.heard_s == 7.0
     logprobs = (TokenLogprobs(-1.0, 1, ()),)
