@@ -157,15 +157,15 @@ def machine_code(case: str, built: Any, kernel: str) -> Machine:
     registers = re.search(r"REG:(\d+)", usage)
     assert registers is not None, usage
     instructions, loops = _read(code)
-    inner = [
+    multiplying = [
         loop
         for loop in loops
         if sum(bool(PRODUCT.search(line)) for line in loop) >= FEW
-        and not any(
-            other is not loop and set(other) < set(loop) and len(other) >= FEW
-            for other in loops
-            if sum(bool(PRODUCT.search(line)) for line in other) >= FEW
-        )
+    ]
+    inner = [
+        loop
+        for loop in multiplying
+        if not any(set(other) < set(loop) for other in multiplying)
     ]
     return Machine(
         case,
