@@ -233,7 +233,7 @@ def test_a_head_is_asked_for_where_there_is_none():
             r"Qwen3 \(dense\) has no layer that baton can draft with",
         ),
         "deepseek": (foreign_folder("deepseek_v3"), "has no tensors model.layers.3."),
-        "index": (foreign_folder("deepseek_v32"), "no layer that baton can draft with"),
+        "index": (foreign_folder("deepseek_v32"), "has no tensors model.layers.3."),
     }
     for folder, reason in cases.values():
         with pytest.raises(
