@@ -37,6 +37,7 @@ IMPORTED = (
 PASSING = ("BATON_", "PYTEST_", "PYTHONUNBUFFERED")
 PR_SET_CHILD_SUBREAPER = 36
 MAX_MESSAGE = 1 << 20
+ADOPTION_S = 30.0  # within which a child has the test for its parent
 FIRST_SPARE_FD = 500  # above the numbers of a child's descriptors
 
 
@@ -166,7 +167,9 @@ def serve(requests: socket.socket) -> dict[str, Any] | None:
 
 def become(request: Mapping[str, Any]) -> None:
     """Make this process what `subprocess` would have made for the request."""
+    give_up_s = time.monotonic() + ADOPTION_S
     while os.getppid() != request["parent"]:
+        assert time.monotonic() < give_up_s, "the test has died"
         time.sleep(0.001)
     os.setsid()
     moved = [
