@@ -12,6 +12,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -76,9 +77,7 @@ async def serve(options: Arguments, folder: Path, *, restarts: bool) -> list[Tur
             name = restarted_before(number) if restarts else ""
             if name:
                 await cluster.restart(name, signal.SIGTERM)
-                await cluster.until(
-                    f"{name} again", lambda health: set(NODES) <= health.ready_ids
-                )
+                await cluster.until(f"{name} again", partial(cluster.is_back, name))
             for history in histories:
                 history.extend(random_prompt(source, NUM_NEW))
             asked = [ask(client, cluster.url, one, NUM_OUTPUT) for one in histories]

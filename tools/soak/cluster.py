@@ -23,6 +23,7 @@ from baton.runtime.settings import to_yaml
 READY_TIMEOUT_S = 180.0
 LOOK_S = 0.1
 LISTENS = "listening on http://"
+IS_READY = ": ready role="
 # Texts that no process may print, however its peers end.
 ALARMS = ("Traceback", "Assertion failed", "a request broke", "unhandled error")
 
@@ -73,6 +74,7 @@ class SoakCluster:
         self.children: dict[str, Child] = {}
         self.own_ends: list[str] = []  # processes that ended by themselves
         self.alarms: list[str] = []
+        self._ready: set[str] = set()  # nodes whose last process has said so
         self._expected: set[str] = set()  # processes that a fault is about to end
         self._watcher: asyncio.Task[None] | None = None
 
@@ -130,6 +132,15 @@ class SoakCluster:
             for name, child in self.children.items()
         }
 
+    def is_back(self, name: str, health: HealthReply) -> bool:
+        """Return whether a process serves.
+
+        Of a node that has just ended, a router that stood still may not know it yet.
+        """
+        if name == "router":
+            return bool(health.ready_ids)
+        return name in self._ready and name in health.ready_ids
+
     def _is_ready(self, health: HealthReply) -> bool:
         return health.ready_ids == set(self.names) - {"router"}
 
@@ -139,6 +150,7 @@ class SoakCluster:
             self._config.node, id=name, routers=(self._control,), bind=bind
         )
         config = msgspec.structs.replace(self._config, router=self._router, node=node)
+        self._ready.discard(name)
         settings = self._folder / f"{name}.yaml"
         settings.write_text(to_yaml(config))
         args = (name.partition("-")[0], "--config", str(settings))
@@ -168,6 +180,8 @@ class SoakCluster:
             file.write(line + "\n")
         if any(alarm in line for alarm in ALARMS):
             self.alarms.append(f"{name}: {line}")
+        if IS_READY in line:
+            self._ready.add(name)
         if LISTENS in line and not self._router.port:
             port = int(line.partition(LISTENS)[2].split()[0].rpartition(":")[2])
             self._router = msgspec.structs.replace(self._router, port=port)

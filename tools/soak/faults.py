@@ -11,12 +11,12 @@ import random
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from baton.deploy.startup import HealthReply
 from baton.runtime.clock import monotonic
 from tools.soak.cluster import SoakCluster
 
@@ -148,11 +148,7 @@ class Faults:
                     f"{name} ended with {code} after {kind.ends_by.name}"
                 )
 
-        def is_back(health: HealthReply) -> bool:
-            return name in health.ready_ids or (
-                name == "router" and bool(health.ready_ids)
-            )
-
+        is_back = partial(self._cluster.is_back, name)
         await self._cluster.until(f"{name} after {kind.name!r}", is_back)
 
 
