@@ -8,7 +8,7 @@ sources, the libraries' versions, the kind of GPU, and the ranks that share a su
 import functools
 import hashlib
 from collections.abc import Iterable
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -54,10 +54,17 @@ def gpu_bits(device: torch.device, *, has_own_products: bool) -> bytes:
     The library chooses among its kernels by the number of multiprocessors, too.
     """
     capability = torch.cuda.get_device_capability(device)
-    words = [f"{capability}", version("triton"), torch.version.cuda or ""]
+    words = [f"{capability}", _triton_version(), torch.version.cuda or ""]
     if not has_own_products:
         words.append(torch.cuda.get_device_name(device))
     return "\n".join(words).encode()
+
+
+def _triton_version() -> str:
+    try:
+        return version("triton")
+    except PackageNotFoundError:  # some vendors build it under another name
+        return ""
 
 
 @functools.cache
