@@ -99,6 +99,13 @@ class Client:
         return self.contexts[choice].length - self._root.length
 
     @property
+    def _gives_way(self) -> bool:
+        """Return whether nodes serve others before it, whenever they come."""
+        by_priority = self.world.engine.scheduling_policy == "priority"
+        firsts = min(other.priority for other in self.world.clients)
+        return by_priority and self.priority > firsts
+
+    @property
     def _recomputed_s(self) -> float:
         """Return how long it may take to compute again what it has."""
         return SLOWEST_STEP_S * max(map(self.num_tokens, range(self.n)))
@@ -231,7 +238,8 @@ class Client:
         longest_s = (
             SLOW_SILENCE_S if are_reads_slow else SILENCE_S
         ) + self._recomputed_s
-        if silent_s > longest_s and not is_first:  # before, its prompt may wait
+        may_wait = is_first or self._gives_way  # its prompt, or all of it
+        if silent_s > longest_s and not may_wait:
             self._complain(f"silent for {silent_s:.1f} s without a fault")
         if self.has_ended[choice]:
             self._complain(f"a second end of choice {choice}")
