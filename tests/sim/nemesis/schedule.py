@@ -33,11 +33,13 @@ class Kind:
 
 
 LOSS = frozenset(("node_lost", "lease_expired"))
+# A reader may see that its peer's process is gone before the router does.
+DEATH = LOSS | {"transfer_failed"}
 PAUSE = LOSS | {"transfer_timeout", TIER_TIMEOUT}
 PARTING = PAUSE  # of two nodes
 KINDS: Mapping[str, Kind] = {
-    "kill node": Kind(processes.kill_node, LOSS),
-    "kill ranks": Kind(processes.kill_ranks, LOSS),
+    "kill node": Kind(processes.kill_node, DEATH),
+    "kill ranks": Kind(processes.kill_ranks, DEATH),
     "drain node": Kind(processes.drain_node, LOSS),
     "freeze node": Kind(processes.freeze_node, PAUSE),
     "suspend node": Kind(processes.suspend_node, PAUSE),
