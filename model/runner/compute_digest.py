@@ -22,8 +22,15 @@ SOURCES = {".py", ".cu"}
 
 
 def is_batch_invariant(runner: Runner) -> bool:
-    """Return whether the bits of a token depend on its own sequence alone."""
+    """Return whether the bits of a token depend on its own sequence alone.
+
+    On GPUs, the library multiplies what adapters add, in an order that depends on the rows.
+    """
     decoder = runner.decoder
+    if runner.device.type == "cuda" and any(
+        linear.adapt is not None for linear in decoder.linears()
+    ):
+        return False
     is_invariant = decoder.is_batch_invariant and runner.backend.is_batch_invariant
     return is_invariant and decoder.ranks.is_batch_invariant
 

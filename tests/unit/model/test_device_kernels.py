@@ -1,7 +1,9 @@
 """Which kernels a rank on a GPU takes, and when its sums have one order."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +11,8 @@ import torch
 from baton.kernels.proofs import ONE_ORDER, PREFILL, PRODUCTS, Candidate, Proof
 from baton.model.config.decoder_config import read_decoder_config
 from baton.model.layers import decoder
-from baton.model.runner.compute_digest import digest_of, own_sources
+from baton.model.layers.linear import Linear
+from baton.model.runner.compute_digest import digest_of, is_batch_invariant, own_sources
 from baton.model.runner.device_kernels import (
     ONE_ORDER_NEEDS,
     UNPROVEN,
@@ -41,6 +44,25 @@ def test_by_default_sums_have_one_order_where_all_that_it_needs_is_proven(missin
 def test_a_gpu_without_candidates_computes_as_before():
     assert chosen("auto", {}, 1) == UNPROVEN
     assert chosen("true", {}, 1).is_ordered
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_gpu_promises_no_bits_of_adapters(device):
+    plain = Linear(torch.zeros(1, 1), ordered=torch.nn.functional.linear)
+    adapted = replace(plain, adapt=lambda y, _x, _rows: y)
+    for linear in (plain, adapted):
+        decoder = SimpleNamespace(
+            linears=lambda linear=linear: [linear],
+            is_batch_invariant=True,
+            ranks=SingleRank(),
+        )
+        runner = SimpleNamespace(
+            decoder=decoder,
+            device=torch.device(device),
+            backend=SimpleNamespace(is_batch_invariant=True),
+        )
+        expected = device == "cpu" or linear is plain
+        assert is_batch_invariant(runner) == expected
 
 
 class SecondRankFailed(SingleRank):
