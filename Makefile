@@ -10,7 +10,7 @@
 #   make demo-model                        train the demo model anew, an hour on two cores
 #   make bench                             benchmarks of the transports, also as JSON
 #   make fmt                               format and sort imports
-#   make docs                              write docs/config.md, messages.md and metrics.md anew
+#   make docs                              write docs/config.md and metrics.md anew
 #
 # pip takes the CUDA build of torch on Linux by default. For the CPU build, which is much smaller,
 # name its index: `make serve TORCH_INDEX=https://download.pytorch.org/whl/cpu`.

@@ -1,19 +1,16 @@
-"""Writes config.md, messages.md, metrics.md and tables of fields.md and models.md from the code.
+"""Writes config.md, metrics.md and tables of fields.md and models.md from the code.
 
 `python docs/generate.py [--check]`.
 
 `make docs` runs it, and a test runs it with `--check`, so the pages cannot drift from the structs.
-The pages quote docstrings and the comments beside fields; to change a page, change those.
+To change a page, change what the code says of its settings, metrics, fields and families.
 """
 
-import ast
 import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from baton.model.families.family import ALWAYS
-from baton.model.families.family import Family as ModelFamily
 from baton.model.families.table import FAMILIES
 from baton.protocol.config import ClusterConfig
 from baton.protocol.sampling import ROWS
@@ -26,19 +23,16 @@ from baton.runtime.metrics import NODE_FAMILIES, Family
 from baton.runtime.settings import flags_of
 
 HERE = Path(__file__).resolve().parent
-MESSAGES = HERE.parent / "protocol" / "messages.py"
 FAMILIES_BEGIN = "<!-- generated from model/families by `make docs` -->"
 SAMPLING_BEGIN = "<!-- generated from protocol/sampling.py by `make docs` -->"
 TABLE_END = "<!-- end of the generated table -->"
 NOT_THERE = " | | not there |"
 BODIES = {"C": CompletionBody, "H": ChatBody, "R": ResponseBody}
-ORDINALS = {2: "second", 3: "third", 4: "fourth", 5: "fifth", 6: "sixth"}
 
 
 def main(arguments: list[str]) -> int:
     pages = {
         HERE / "config.md": config_page(),
-        HERE / "messages.md": messages_page(),
         HERE / "metrics.md": metrics_page(),
         HERE / "fields.md": fields_page((HERE / "fields.md").read_text()),
         HERE / "models.md": models_page((HERE / "models.md").read_text()),
@@ -75,15 +69,10 @@ def config_page() -> str:
         if field.section != section:
             section = field.section
             lines += ["", f"## {section or 'cluster'}", ""]
-            lines += [
-                "| setting | short flag | default | meaning |",
-                "|---|---|---|---|",
-            ]
-        flags = ", ".join(f"`{flag}`" for flag in flags_of(field)[:-1])
+            lines += ["| setting | default | meaning |", "|---|---|---|"]
+        names = ", ".join(f"`{name}`" for name in (field.name, *flags_of(field)[:-1]))
         unit = f" {field.unit}" if field.unit else ""
-        lines.append(
-            f"| `{field.name}` | {flags} | {field.shown_default}{unit} | {field.meaning} |"
-        )
+        lines.append(f"| {names} | {field.shown_default}{unit} | {field.meaning} |")
     return "\n".join(lines) + "\n"
 
 
@@ -94,7 +83,7 @@ def metrics_page() -> str:
         "Generated from `router/http/metrics.py` and `runtime/metrics.py` by",
         "`make docs`; do not edit. [observability.md](observability.md) says how to use them.",
         "",
-        "Every family has the label `model_name` besides those that are listed. Where vLLM has one",
+        "Every family has the label `model_name` besides those in braces. Where vLLM has one",
         "of the same meaning, it is named. A histogram `x` is scraped as `x_bucket`, `x_sum` and",
         "`x_count`.",
         "",
@@ -124,15 +113,14 @@ def metrics_page() -> str:
 def models_page(page: str) -> str:
     """Return models.md with the table of baton's own families as their rows say."""
     rows = [
-        "| family | `architectures` in config.json | QKV bias | sliding window | drafts |",
-        "|---|---|---|---|---|",
+        "| family | `architectures` in config.json | drafts |",
+        "|---|---|---|",
     ]
     for family in FAMILIES:
         names = dict.fromkeys((family.architecture, *family.wrappers))
         shown = ", ".join(f"`{name}`" for name in names)
-        drafts = "no" if family.draft is None else "mtp"
-        cells = family.title, shown, _bias(family), _windows(family), drafts
-        rows.append(f"| {' | '.join(cells)} |")
+        drafts = "" if family.draft is None else "mtp"
+        rows.append(f"| {family.title} | {shown} | {drafts} |")
     return _with_table(page, FAMILIES_BEGIN, rows)
 
 
@@ -172,89 +160,14 @@ def _with_table(page: str, begin: str, lines: list[str]) -> str:
     return f"{before}{begin}\n{table}\n{TABLE_END}{after}"
 
 
-def _bias(family: ModelFamily) -> str:
-    if family.qkv_bias in ("", ALWAYS):
-        return "yes" if family.qkv_bias else "no"
-    if family.defaults.get(family.qkv_bias):
-        return f"unless `{family.qkv_bias}` is false"
-    return f"if `{family.qkv_bias}`"
-
-
-def _windows(family: ModelFamily) -> str:
-    windows = family.windows
-    if family.has_chunks:
-        return "none; chunks of `attention_chunk_size`, as `layer_types` or `no_rope_layers` says"
-    if windows is None:
-        return "none"
-    layers = {
-        "all": "in all layers",
-        "upper": "from `max_window_layers` on",
-        "alternate": "in every second layer below `max_window_layers`",
-        "pattern": f"in all but every {ORDINALS.get(windows.period, windows.period)} layer",
-    }[windows.layers]
-    field = f"with `{windows.switch}`" if windows.switch else "`sliding_window`"
-    typed = " or as `layer_types` says" if windows.reads_layer_types else ""
-    return f"{field}, {layers}{typed}"
-
-
 def _table(families: Iterable[Family]) -> list[str]:
-    rows = ["| name | type | labels | meaning | vLLM |", "|---|---|---|---|---|"]
-    for one in families:
-        labels = ", ".join(f"`{label}`" for label in one.labels)
-        vllm = f"`{one.vllm}`" if one.vllm else ""
-        rows.append(
-            f"| `{one.full_name}` | {one.kind} | {labels} | {one.meaning} | {vllm} |"
-        )
+    rows = ["| name | type | meaning | vLLM |", "|---|---|---|---|"]
+    for family in families:
+        labels = ", ".join(family.labels)
+        name = f"{family.full_name}{{{labels}}}" if labels else family.full_name
+        vllm = f"`{family.vllm}`" if family.vllm else ""
+        rows.append(f"| `{name}` | {family.kind} | {family.meaning} | {vllm} |")
     return rows
-
-
-def messages_page() -> str:
-    source = MESSAGES.read_text()
-    lines = [
-        "# Messages",
-        "",
-        "Generated from `protocol/messages.py`, which has the fields, by `make docs`.",
-        "",
-        *(ast.get_docstring(ast.parse(source)) or "").splitlines(),
-    ]
-    structs = {
-        node.name: node
-        for node in ast.parse(source).body
-        if isinstance(node, ast.ClassDef)
-    }
-    unions = {
-        name: members for name, members in _unions(source).items() if "|" in members
-    }
-    for name, members in unions.items():
-        lines += ["", f"## {_title(name)} (`{name}`)", ""]
-        lines += _struct_table([structs[member] for member in members.split(" | ")])
-    return "\n".join(lines) + "\n"
-
-
-def _struct_table(structs: Iterable[ast.ClassDef]) -> list[str]:
-    rows = ["| name | meaning |", "|---|---|"]
-    for node in structs:
-        first_paragraph = (ast.get_docstring(node) or "").partition("\n\n")[0]
-        if first_paragraph:
-            rows.append(f"| `{node.name}` | {' '.join(first_paragraph.split())} |")
-    return rows
-
-
-def _unions(source: str) -> dict[str, str]:
-    """Return the name and the members of each `X = A | B`."""
-    return {
-        node.targets[0].id: ast.unparse(node.value)
-        for node in ast.parse(source).body
-        if isinstance(node, ast.Assign)
-        and isinstance(node.targets[0], ast.Name)
-        and isinstance(node.value, ast.BinOp)
-    }
-
-
-def _title(union: str) -> str:
-    words = {"ToNode": "Router to node", "ToRouter": "Node to router"}
-    words |= {"PeerMessage": "Node to node"}
-    return words.get(union, union)
 
 
 if __name__ == "__main__":

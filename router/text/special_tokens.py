@@ -128,8 +128,8 @@ def missing_tokenizer(folder: Path) -> ConfigError:
     """Return the error for a folder without tokenizer.json, with a way to get one."""
     if (folder / "tiktoken.model").is_file():
         advice = (
-            "the folder has its tokenizer in tiktoken.model alone; the script in docs/models.md "
-            "(Kimi) writes a tokenizer.json from it"
+            "the folder has its tokenizer in tiktoken.model alone; "
+            "examples/kimi_tokenizer.py of baton's sources writes a tokenizer.json from it"
         )
     else:
         advice = "fetch it, or have transformers write one with save_pretrained"

@@ -116,7 +116,7 @@ KIMI_MERGES = [
 ]
 
 
-def test_the_script_of_the_documents_writes_the_tokenizer_of_a_folder_with_tiktoken_alone(
+def test_the_example_for_kimi_writes_the_tokenizer_of_a_folder_with_tiktoken_alone(
     tmp_path,
 ):
     ranks = [bytes([byte]) for byte in range(256)] + KIMI_MERGES
@@ -130,12 +130,11 @@ def test_the_script_of_the_documents_writes_the_tokenizer_of_a_folder_with_tikto
     decoder = {str(first): NEW, str(first + 3): call}
     (tmp_path / CONFIG).write_text(json.dumps({"added_tokens_decoder": decoder}))
     with pytest.raises(
-        ConfigError, match=r"tiktoken\.model alone; the script in docs/models\.md"
+        ConfigError, match=r"tiktoken\.model alone; examples/kimi_tokenizer\.py"
     ):
         Text.load(str(tmp_path))
-    page = (REPOSITORY / "docs/models.md").read_text(encoding="utf-8")
-    script = page.partition("```python\n")[2].partition("```")[0]
-    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True)
+    script = REPOSITORY / "examples" / "kimi_tokenizer.py"
+    subprocess.run([sys.executable, script, tmp_path], check=True)
     text = Text.load(str(tmp_path))
     ids = {token: rank for rank, token in enumerate(ranks)}
     expected = [
