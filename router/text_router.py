@@ -25,10 +25,9 @@ from baton.router.core.admission import (
     sampling_of,
 )
 from baton.router.core.health import Health, ServedModel
-from baton.router.core.received import ReceivedPart
 from baton.router.core.request import NO_CALLER, Caller
 from baton.router.core.router_core import RouterCore
-from baton.router.core.stream import RequestStream
+from baton.router.core.stream import ReceivedPart, RequestStream
 from baton.router.text.grammars import Forms, after_reasoning
 from baton.router.text.response_parser import Parsing
 from baton.router.text.tokenizer import Text, too_long

@@ -51,23 +51,29 @@ PLACES: Mapping[str, Sequence[TierName | None]] = {
 }
 
 
-def node(name: str, role: Role) -> NodeInfo:
+def node(name: str, role: Role, host: int) -> NodeInfo:
     features = (PREFIX_READS,) if role == "decode" else ()
     facts = NodeFacts(features=features, step=StepLimits(64, 2048))
     layout = KVLayout(BLOCK_SIZE, 1 << 16, "layout", 8)
-    rank = RankAddress({"shm": b""})
+    rank = RankAddress({"shm": b"", "nixl": b""})
     endpoint = "tcp://host" if role == "decode" else ""
     info = (NodeId(name), Epoch(f"{name}-e"), role, endpoint, 1 << 14, layout, (rank,))
     return NodeInfo(
-        *info, "model", 1 << 17, 1 << 17, reaches=("shm@host",), facts=facts
+        *info,
+        "model",
+        1 << 17,
+        1 << 17,
+        reaches=(f"shm@host{host}", "nixl"),
+        facts=facts,
     )
 
 
-def cluster(num_nodes: int) -> Registry:
-    """Return a registry of as many prefill as decode nodes."""
+def cluster(num_nodes: int, num_hosts: int) -> Registry:
+    """Return a registry of as many prefill as decode nodes, of which each host has some."""
     registry = Registry()
     for number in range(num_nodes):
-        info = node(f"n{number:04}", "prefill" if number % 2 else "decode")
+        role: Role = "prefill" if number % 2 else "decode"
+        info = node(f"n{number:04}", role, number * num_hosts // num_nodes)
         hello = Hello(PROTOCOL_VERSION, info.node_id, info.role, info.epoch)
         registry.hello(0.0, info.node_id, hello)
         registry.ready(0.0, info.node_id, Ready(info))
@@ -75,14 +81,13 @@ def cluster(num_nodes: int) -> Registry:
 
 
 def decisions_us(
-    num_nodes: int,
+    registry: Registry,
     num_tokens: int,
     holds: Holds,
     tiers: Sequence[TierName | None],
     num: int,
 ) -> list[float]:
     """Return the CPU time of each of `num` decisions, for prompts of so many tokens."""
-    registry = cluster(num_nodes)
     keys = random.Random(0).randbytes(KEY_BYTES * (num_tokens // BLOCK_SIZE))
     for number, one in enumerate(registry.nodes):
         for tier in tiers if holds(number) else ():
@@ -128,6 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m tools.routing", description=__doc__
     )
     parser.add_argument("--nodes", type=int, default=1000)
+    parser.add_argument("--hosts", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=4096, help="of each prompt")
     parser.add_argument("--decisions", type=int, default=1000)
     parser.add_argument(
@@ -137,9 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{bytes_per_block(given.nodes, given.blocks):.0f} bytes a known block")
     for name, holds in CASES.items():
         for what, tiers in PLACES.items():
-            taken = decisions_us(
-                given.nodes, given.tokens, holds, tiers, given.decisions
-            )
+            registry = cluster(given.nodes, given.hosts)
+            taken = decisions_us(registry, given.tokens, holds, tiers, given.decisions)
             p99 = nearest_rank(sorted(taken), 99)
             print(f"{name}{what}: {statistics.median(taken):.0f} µs, p99 {p99:.0f}")
     return 0

@@ -7,24 +7,30 @@ names a full node, the attempt waits, so no prompt is computed without a decode 
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
-
-import msgspec
+from collections.abc import Collection, Iterable, Mapping
+from itertools import chain
+from operator import attrgetter
 
 from baton.protocol.blocks import MIN_READ_TOKENS, blocks_needed
 from baton.protocol.config import LocalPrefill
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import Role, TierName
-from baton.router.core.pair_health import Hosts
+from baton.router.core.ranking import (
+    HANDOFF_TOKENS,
+    NO_NODES,
+    RankedPair,
+    Ranking,
+    all_pairs,
+    best_of_hosts,
+    best_pair,
+)
 from baton.router.core.registry import Node, Registry
 from baton.router.core.request import ReservedLoad, Selection
 
 # The assumed length of a response before any has ended, and the weight of the newest one.
 FIRST_OUTPUT_TOKENS = 256.0
 OUTPUT_WEIGHT = 0.05
-# A handoff takes as long as computing this many tokens. Reading the KV of a token takes this share
-# of computing it, on one host and between hosts.
-HANDOFF_TOKENS = 64
+# Reading the KV of a token takes this share of computing it, on one host and between hosts.
 NEAR_READ = 1 / 32
 FAR_READ = 1 / 8
 # And reading it from a tier of the node that computes the prompt.
@@ -34,9 +40,11 @@ MAX_LENDERS = 8  # of those that have a hot prefix, so many are looked at
 # would have to compute more than this many times what the setting allows.
 MISPREDICTION = 2
 
-# Less is better: avoided, suspects, full, cost, reserved tokens, id. The node is never compared.
-Candidate = tuple[bool, int, bool, float, int, NodeId, Node]
-Rank = tuple[int, int, int, float]
+_node_id = attrgetter("node_id")
+_num_sequences = attrgetter("num_sequences")
+_num_suspects = attrgetter("num_suspects")
+_num_tokens = attrgetter("num_tokens")
+_order = attrgetter("order")
 
 
 class CheapestPair:
@@ -91,39 +99,33 @@ class CheapestPair:
         self, now_s: float, search: "_PairSearch", selection: Selection
     ) -> Selection | None:
         if selection.is_pooled:
-            prefills = search.prefill_candidates()
-            return search.selected(min(prefills)[-1], None) if prefills else None
+            prefills = search.prefills()
+            return search.selected(prefills.best(), None) if prefills else None
         if self._mode == "always":
-            return search.local(search.local_candidates())
+            return search.local(search.able_decodes())
         # Decode nodes that may compute it, as they lack little of it.
-        near: list[Candidate] = []
+        near = NO_NODES
         if (
             self._mode == "auto"
             and selection.wants_decode
             and not selection.is_remote_only
         ):
-            near = search.local_candidates(selection.num_tokens - self._local_tokens)
+            near = search.able_decodes(selection.num_tokens - self._local_tokens)
         max_uncached = MISPREDICTION * self._local_tokens
         # If all decode nodes may compute it, a handoff of such a short prompt can only cost more.
         if near and selection.num_tokens <= min(self._local_tokens, HANDOFF_TOKENS):
             return search.local(near, max_uncached=max_uncached)
-        prefills = search.prefill_candidates()
+        prefills = search.prefills()
         if not selection.wants_decode and prefills:
-            return search.selected(min(prefills)[-1], None)
+            return search.selected(prefills.best(), None)
         pair = search.cheapest_pair(now_s, prefills)
-        if near and (pair is None or min(near)[:4] <= pair.rank):
+        if near and (pair is None or near.best_rank() <= pair.rank):
             return search.local(near, max_uncached=max_uncached)
         if pair is None and self._mode == "auto":
-            return search.local(search.local_candidates(), is_fallback=True)
+            return search.local(search.able_decodes(), is_fallback=True)
         # Without an alternative, a pair that failed lately is better than none.
-        pair = pair or next(search.possible_pairs(prefills), None)
+        pair = pair or search.possible_pair(prefills)
         return None if pair is None else search.selected(pair.prefill, pair.decode)
-
-
-class _Pair(msgspec.Struct, frozen=True):
-    rank: Rank
-    prefill: Node
-    decode: Node
 
 
 class _PairSearch:
@@ -164,6 +166,8 @@ class _PairSearch:
             self._lend(nodes, min(num_blocks * size, most), 0.0)
         # Tokens that each node need not compute, less what reading them from its tiers costs.
         self._saved: dict[NodeId, float] = dict(self._cached)
+        # About how many tokens of the prompt each node need not compute.
+        self._known: dict[NodeId, float] = dict(self._held)
         for name, index in registry.tiers.items():
             for num_blocks, nodes in index.held(selection.block_keys).items():
                 self._save(nodes, min(num_blocks * size, most), TIER_READS[name])
@@ -186,41 +190,44 @@ class _PairSearch:
             if (num_cached := cached.get(node, 0)) <= most_cached:
                 saved = num_cached + (1 - read) * (num_tokens - num_cached)
                 self._saved[node] = max(saved, self._saved.get(node, 0))
+                self._known[node] = max(saved, self._known.get(node, 0))
 
-    def prefill_candidates(self) -> list[Candidate]:
+    def prefills(self) -> Ranking:
         """Return the prefill nodes that could hold the prompt if they were empty."""
         nodes = self._large_enough(
             "prefill", self._blocks(self._selection.num_tokens, 1)
         )
-        has: Mapping[NodeId, float] = self._saved
-        if self._lenders:
-            has = self._with_reads(nodes)
-        return self._candidates(nodes, [node.num_tokens for node in nodes], has)
+        waits = list(map(_num_tokens, nodes))
+        if not self._lenders or self._readable < MIN_READ_TOKENS:
+            return self._ranking(nodes, waits, self._saved)
+        has, others_have = self._with_reads(nodes)
+        return self._ranking(nodes, waits, has, others_have=others_have)
 
-    def _with_reads(self, prefills: list[Node]) -> dict[NodeId, float]:
-        """Return what each node has of the prompt if tokens count that it could read."""
+    def _with_reads(self, prefills: list[Node]) -> tuple[dict[NodeId, float], float]:
+        """Return what nodes have of the prompt if tokens count that they could read.
+
+        The second number is what each node has that is not named.
+        """
         saved = (
             1
             - (NEAR_READ if self._registry.hosts().is_one else FAR_READ)
             - self._lender_read
         )
-        computes = {one.info.compute for one in self._lenders if one.info is not None}
-        cached = self._cached
-        most_cached = self._readable - MIN_READ_TOKENS
         has = dict(self._saved)
-        for node in [
-            one for one in prefills if cached.get(one.node_id, 0) <= most_cached
-        ]:
+        # Nearly always all nodes compute alike and reach each other, which is quick to see.
+        is_uniform = self._registry.is_uniform()
+        cached = self._cached
+        most_held = self._readable - MIN_READ_TOKENS
+        for node in prefills:
             num_held = cached.get(node.node_id, 0)
-            num_more = self._readable - num_held
-            # Nearly always all nodes compute alike and reach each other, which is quick to see.
-            is_alike = node.info is not None and node.info.compute in computes
-            reaches_all = not (node.obstacles or node.unreachable)
-            if not (is_alike and reaches_all):
-                num_more = self._num_read(node)
-            of_tiers = self._saved.get(node.node_id, 0.0)
-            has[node.node_id] = max(of_tiers, num_held + saved * num_more)
-        return has
+            if num_held > most_held:
+                continue
+            if is_uniform and not num_held and node.node_id not in has:
+                continue
+            if (num_more := self._num_read(node)) > 0:
+                of_tiers = self._saved.get(node.node_id, 0.0)
+                has[node.node_id] = max(of_tiers, num_held + saved * num_more)
+        return has, saved * self._readable if is_uniform else 0.0
 
     def _num_read(self, prefill: Node) -> int:
         """Return how many tokens that node could read from another one instead of computing."""
@@ -256,124 +263,117 @@ class _PairSearch:
         usable = [one for one in self._lenders if self._can_lend(one, prefill)]
         return min(usable, key=lambda one: (one.num_tokens, one.node_id), default=None)
 
-    def local_candidates(self, least_held: int = 0) -> list[Candidate]:
+    def able_decodes(self, least_held: int = 0) -> Ranking:
         """Return the decode nodes that could compute the prompt themselves.
 
         Only those that hold at least `least_held` tokens of the prompt count.
         """
         # Of a prompt that it received, a decode node has no state from which it could go on.
         if least_held > 0 and (not self._saved or self._state_blocks):
-            return []
-        return self._decode_candidates(self._saved, least_held=least_held)
+            return NO_NODES
+        return self._decodes(self._saved, least_held=least_held)
 
-    def _decode_candidates(
+    def _decodes(
         self, has: Mapping[NodeId, float], read: float = 1, least_held: int = 0
-    ) -> list[Candidate]:
+    ) -> Ranking:
         """Return the decode nodes if each token that they lack costs `read`."""
         num_blocks = self._blocks(
             self._selection.num_final_tokens, self._selection.num_choices
         )
         nodes = self._large_enough("decode", num_blocks)
         if least_held > 0:
-            nodes = [node for node in nodes if self._num_known(node) >= least_held]
-        waits = [node.num_sequences * self._slot_tokens for node in nodes]
-        return self._candidates(nodes, waits, has, read)
-
-    def _num_known(self, node: Node) -> float:
-        """Return about how many tokens of the prompt a node need not compute."""
-        return max(self._held.get(node.node_id, 0), self._saved.get(node.node_id, 0))
+            known = self._known
+            nodes = [node for node in nodes if known.get(node.node_id, 0) >= least_held]
+        slot_tokens = self._slot_tokens
+        waits = [number * slot_tokens for number in map(_num_sequences, nodes)]
+        return self._ranking(nodes, waits, has, read)
 
     def _large_enough(self, role: Role, num_blocks: int) -> list[Node]:
         """Return the nodes in service that have the adapter and at least that many blocks."""
         nodes = self._registry.in_service(role)
         if lora := self._selection.lora:
             nodes = [node for node in nodes if lora in node.loras]
-        return [one for one in nodes if one.info and one.info.num_blocks >= num_blocks]
+        if num_blocks <= self._registry.smallest_pool(role):
+            return nodes
+        return [node for node in nodes if _pool(node) >= num_blocks]
 
-    def _candidates(
+    def _ranking(
         self,
         nodes: list[Node],
         waits: list[int],
         has: Mapping[NodeId, float],
         read: float = 1,
-    ) -> list[Candidate]:
+        others_have: float = 0,
+    ) -> Ranking:
         """Return nodes with their costs: their waits, plus `read` for each token that they lack.
 
-        No attempt shares a node with a suspect while there is another node.
+        `has` names the nodes that have other tokens of the prompt than all others. No attempt
+        shares a node with a suspect while there is another node.
         """
         avoid = self._selection.avoid
         num_tokens = self._selection.num_tokens
         checks_room = self.checks_room
-        return [
+        if has:
+            costs = [
+                wait + read * (num_tokens - has.get(node_id, others_have))
+                for node_id, wait in zip(map(_node_id, nodes), waits, strict=True)
+            ]
+        else:
+            cost = read * (num_tokens - others_have)
+            costs = [wait + cost for wait in waits]
+        if not (avoid or checks_room or any(map(_num_suspects, nodes))):
+            return Ranking(nodes, costs)
+        penalties = [
             (
-                bool(avoid) and node.process in avoid,
+                node.process in avoid,
                 node.num_suspects,
                 checks_room and not self._has_room(node),
-                wait + read * (num_tokens - has.get(node.node_id, 0)),
-                node.num_tokens,
-                node.node_id,
-                node,
             )
-            for node, wait in zip(nodes, waits, strict=True)
+            for node in nodes
         ]
+        return Ranking(nodes, costs, penalties)
 
     def _has_room(self, node: Node) -> bool:
         num_blocks = min(self._likely_blocks, _pool(node) // 2)
         has_room = node.has_room(num_blocks, leaves_room=self._leaves_room)
         return has_room and node.node_id not in self._kept
 
-    def cheapest_pair(self, now_s: float, prefills: list[Candidate]) -> _Pair | None:
+    def cheapest_pair(self, now_s: float, prefills: Ranking) -> RankedPair | None:
         """Return the cheapest pair that works; None if none does.
 
         It is the best pair of all nodes or that of a host, because the costs of two nodes are
         independent, except for the path between them.
         """
         hosts = self._registry.hosts()
-        decodes = self._decode_candidates(
-            self._held, NEAR_READ if hosts.is_one else FAR_READ
-        )
+        decodes = self._decodes(self._held, NEAR_READ if hosts.is_one else FAR_READ)
         if not decodes or not prefills:
             return None
-        best = [_paired(min(prefills), min(decodes))]
+        best = [best_pair(prefills, decodes)]
         if hosts.shared and not hosts.is_one:
-            best += self._best_of_hosts(hosts, prefills)
-        works = [pair for pair in best if self._works(now_s, pair)]
-        if works:
-            return min(works, key=_pair_order)
-        pairs = self.possible_pairs(prefills)
-        return next((pair for pair in pairs if self._works(now_s, pair)), None)
+            near = self._decodes(self._held, NEAR_READ)
+            best += best_of_hosts(hosts.shared, prefills, near)
+            best.sort(key=_order)
+        for pair in chain(best, all_pairs(prefills, decodes)):
+            if self._works(now_s, pair):
+                return pair
+        return None
 
-    def _best_of_hosts(
-        self, hosts: Hosts, prefills: list[Candidate]
-    ) -> Iterator[_Pair]:
-        """Yield the cheapest pair of each host."""
-        first = {one[5]: one for one in prefills}
-        second = {one[5]: one for one in self._decode_candidates(self._held, NEAR_READ)}
-        for host in hosts.shared:
-            near = [first[node] for node in host.prefills if node in first]
-            if near and (
-                own := [second[node] for node in host.decodes if node in second]
-            ):
-                yield _paired(min(near), min(own))
-
-    def _works(self, now_s: float, pair: _Pair) -> bool:
+    def _works(self, now_s: float, pair: RankedPair) -> bool:
         prefill = pair.prefill
         decode = pair.decode
         allows = self._registry.pairs.allows(now_s, prefill.process, decode.process)
         return allows and self._registry.can_pair(prefill, decode)
 
-    def possible_pairs(self, prefills: list[Candidate]) -> Iterator[_Pair]:
-        """Yield all pairs that can exchange blocks, beginning with the best decode node's."""
-        decodes = sorted(self._decode_candidates(self._held, FAR_READ))
-        prefills = sorted(prefills)
-        for second in decodes:
-            for first in prefills:
-                if self._registry.can_pair(first[-1], second[-1]):
-                    yield _paired(first, second)
+    def possible_pair(self, prefills: Ranking) -> RankedPair | None:
+        """Return the best pair that could exchange blocks, though its handoffs fail now."""
+        decodes = self._decodes(self._held, FAR_READ)
+        pairs = all_pairs(prefills, decodes)
+        can_pair = self._registry.can_pair
+        return next((one for one in pairs if can_pair(one.prefill, one.decode)), None)
 
     def local(
         self,
-        candidates: list[Candidate],
+        candidates: Ranking,
         *,
         is_fallback: bool = False,
         max_uncached: int | None = None,
@@ -381,7 +381,7 @@ class _PairSearch:
         """Select the best of these nodes, to compute the prompt itself."""
         if not candidates:
             return None
-        node = min(candidates)[-1]
+        node = candidates.best()
         return self.selected(
             None, node, is_fallback=is_fallback, max_uncached=max_uncached
         )
@@ -430,20 +430,6 @@ class _PairSearch:
             num_choices,
             self._state_blocks,
         )
-
-
-def _paired(prefill: Candidate, decode: Candidate) -> _Pair:
-    rank = (
-        prefill[0] + decode[0],
-        prefill[1] + decode[1],
-        prefill[2] + decode[2],
-        prefill[3] + decode[3] + HANDOFF_TOKENS,
-    )
-    return _Pair(rank, prefill[-1], decode[-1])
-
-
-def _pair_order(pair: _Pair) -> tuple[Rank, int, NodeId, NodeId]:
-    return pair.rank, pair.decode.num_tokens, pair.decode.node_id, pair.prefill.node_id
 
 
 def _likely_tokens(selection: Selection, growth: int) -> int:

@@ -233,6 +233,8 @@ class Registry:
         # Every request needs these, so they are cached until the state of a node changes.
         self._in_service: dict[Role, list[Node]] = {}
         self._hosts: Hosts | None = None
+        self._is_uniform: bool | None = None
+        self._smallest_pools: dict[Role, int] = {}
 
     def hello(self, now_s: float, peer: NodeId, message: Hello) -> list[Change]:
         if message.version != PROTOCOL_VERSION:
@@ -399,6 +401,24 @@ class Registry:
             self._hosts = hosts_of(self._infos("prefill"), self._infos("decode"))
         return self._hosts
 
+    def is_uniform(self) -> bool:
+        """Return whether all nodes in service compute equal bits and reach each other."""
+        if self._is_uniform is None:
+            nodes = [*self.in_service("prefill"), *self.in_service("decode")]
+            computes = {node.info.compute for node in nodes if node.info is not None}
+            self._is_uniform = len(computes) < 2 and not any(
+                node.obstacles or node.unreachable for node in nodes
+            )
+        return self._is_uniform
+
+    def smallest_pool(self, role: Role) -> int:
+        """Return the blocks of the smallest pool among the nodes in service of a role."""
+        found = self._smallest_pools.get(role)
+        if found is None:
+            pools = (info.num_blocks for info in self._infos(role))
+            found = self._smallest_pools[role] = min(pools, default=0)
+        return found
+
     def _infos(self, role: Role) -> tuple[NodeInfo, ...]:
         return tuple(
             node.info for node in self.in_service(role) if node.info is not None
@@ -497,6 +517,8 @@ class Registry:
         """Note that an attempt that found no node may find one, or that others may be found."""
         self._in_service.clear()
         self._hosts = None
+        self._is_uniform = None
+        self._smallest_pools.clear()
         self.version += 1
 
     def _pair_up(self, node: Node, info: NodeInfo) -> list[Change]:

@@ -46,9 +46,8 @@ from baton.protocol.messages import NodeInfo, Offered
 from baton.router.core import node_link, registry
 from baton.router.core.admission import Admission
 from baton.router.core.node_link import NodeLink
-from baton.router.core.received import ReceivedPart
 from baton.router.core.registry import Node, Registry
-from baton.router.core.stream import RequestStream
+from baton.router.core.stream import ReceivedPart, RequestStream
 from baton.router.http.api import large_bodies
 from baton.runtime.channels import dialer, listener
 from baton.runtime.channels.dialer import Dialer

@@ -19,9 +19,8 @@ from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.messages import FinishReason
 from baton.protocol.sampling import SamplingParams
 from baton.router.core.health import Health, ServedModel
-from baton.router.core.received import ReceivedPart
 from baton.router.core.request import NO_CALLER, Attempt, Caller
-from baton.router.core.stream import RequestStream
+from baton.router.core.stream import ReceivedPart, RequestStream
 from baton.router.http.app import App
 from baton.router.http.request_log import Tracer
 from baton.router.http.server import Server

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from baton.protocol.errors import RequestError
 from baton.protocol.sampling import SEED_BITS
-from baton.router.core.received import ReceivedPart, changed, digest_of
+from baton.router.core.stream import ReceivedPart, changed, digest_of
 from baton.router.http.api.schema import Endpoint, ParsedRequest
 
 MAX_CHOICES = 16  # choices of a response that can be resumed

@@ -676,6 +676,16 @@ def test_no_pair_of_any_two_hosts_is_cheaper_than_the_chosen_one(nodes):
     assert choose(registry, place("a", 160), "never") == cheapest
 
 
+def test_beside_a_broken_pair_a_prompt_goes_on_by_what_reading_costs_on_one_host():
+    registry = cluster(*(on_host(name, "a") for name in ("p0", "p1", "d0", "d1")))
+    holding(registry, d0=160)
+    registry.reserve(NodeId("d0"), Key(RequestId("busy")), ReservedLoad(90, 1))
+    registry.pairs.failed(0.0, process("p0"), process("d1"), UNREADABLE)
+    # To read 160 tokens costs d1 less than d0's sequence does.
+    assert 160 * NEAR_READ < 10 < 160 * FAR_READ
+    assert choose(registry, place("a", 160), "never") == ("p1", "d1")
+
+
 def with_folder(registry: Registry, **num_tokens: int) -> Registry:
     """Let the folders of nodes hold so many tokens at the front of every prompt of `place`."""
     for name, count in num_tokens.items():

@@ -9,8 +9,7 @@ import pytest
 from baton import __version__
 from baton.protocol.errors import Overloaded, RequestError
 from baton.protocol.sampling import Scope
-from baton.router.core.received import digest_of
-from baton.router.core.stream import RequestStream
+from baton.router.core.stream import RequestStream, digest_of
 from baton.router.http import submission
 from baton.router.http.request_log import Running
 from baton.router.text.chat_template import ChatTemplate

@@ -6,8 +6,7 @@ import pytest
 
 from baton.protocol.errors import NodeError, RequestError
 from baton.protocol.messages import FinishReason
-from baton.router.core.received import ReceivedPart, digest_of
-from baton.router.core.stream import RequestStream
+from baton.router.core.stream import ReceivedPart, RequestStream, digest_of
 from baton.router.http.api.event_ids import MAX_CHOICES, EventIds, ResumePoint
 from baton.router.http.api.openai_chunks import ChunkEvents, ResponseWriter, ShownPrompt
 from baton.router.outputs import CompletionOutput

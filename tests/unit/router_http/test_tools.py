@@ -11,8 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 from baton.protocol.config import RouterConfig
 from baton.protocol.errors import RequestError
 from baton.protocol.sampling import SamplingParams, StructuredOutputsParams
-from baton.router.core.received import ReceivedPart, digest_of
-from baton.router.core.stream import RequestStream
+from baton.router.core.stream import ReceivedPart, RequestStream, digest_of
 from baton.router.http.api.model_format import ModelFormat
 from baton.router.http.api.schema import parse_chat
 from baton.router.http.errors import blaming
