@@ -160,11 +160,12 @@ class LoraLoader:
         self.space = space
         # The layers that adapters change, which grow as the model is loaded.
         self.sites: list[tuple[LoraSite, Lora]] = []
-        self._rank = max((adapter.rank for adapter in adapters), default=0)
-        self._rank = max(self._rank, space.max_rank)
+        # Up to which matrices are filled; 0 without adapters.
+        self.rank = max((adapter.rank for adapter in adapters), default=0)
+        self.rank = max(self.rank, space.max_rank)
         self._device = device
         self._dtype = dtype
-        self._readers = [AdapterReader(adapter, self._rank) for adapter in adapters]
+        self._readers = [AdapterReader(adapter, self.rank) for adapter in adapters]
         self._maker: LayerMaker | None = None
         self.replacements = Replacements()
         self._head_rows = slice(None)
@@ -204,7 +205,7 @@ class LoraLoader:
             for site in sites:
                 yield reader.shrink(site).to(self._device, self._dtype)
         site, *_ = sites
-        yield from self._free(len(sites), width_of(site, self._rank), site.num_inputs)
+        yield from self._free(len(sites), width_of(site, self.rank), site.num_inputs)
 
     def expands(self, *sites: LoraSite) -> Iterator[Tensor]:
         """Yield the second matrices in the same order."""
@@ -212,11 +213,11 @@ class LoraLoader:
             for site in sites:
                 yield reader.expand(site).to(self._device, self._dtype)
         site, *_ = sites
-        yield from self._free(len(sites), site.num_outputs, width_of(site, self._rank))
+        yield from self._free(len(sites), site.num_outputs, width_of(site, self.rank))
 
     def prepare(self, lora: str, adapter: Adapter, slot: int) -> PreparedAdapter:
         """Read an adapter for a slot, while steps run. Raises `ConfigError` if its rank is high."""
-        if adapter.rank > self._rank:
+        if adapter.rank > self.rank:
             raise ConfigError(
                 f"the adapter has rank {adapter.rank}, more than model.max_lora_rank, which is "
                 f"{self.space.max_rank}"
@@ -226,7 +227,7 @@ class LoraLoader:
             raise ConfigError(
                 f"the adapter changes {odd[0]}, which only adapters of model.lora_modules can"
             )
-        reader = AdapterReader(adapter, self._rank)
+        reader = AdapterReader(adapter, self.rank)
         number = len(self.adapters) + slot
         sites = [
             PreparedSite(

@@ -24,13 +24,9 @@ SOURCES = {".py", ".cu"}
 def is_batch_invariant(runner: Runner) -> bool:
     """Return whether the bits of a token depend on its own sequence alone.
 
-    On GPUs, the library multiplies what adapters add, in an order that depends on the rows.
+    What adapters add does not change that: its products have one order on every device.
     """
     decoder = runner.decoder
-    if runner.device.type == "cuda" and any(
-        linear.adapt is not None for linear in decoder.linears()
-    ):
-        return False
     is_invariant = decoder.is_batch_invariant and runner.backend.is_batch_invariant
     return is_invariant and decoder.ranks.is_batch_invariant
 
@@ -44,6 +40,9 @@ def compute_path(runner: Runner) -> str:
     # Each product is a sum of this many parts.
     if (size := runner.decoder.ranks.size) > 1:
         digest.update(str(size).encode())
+    # Where the matrices of joined layers begin depends on it.
+    if runner.loras is not None and runner.loras.rank:
+        digest.update(f"rank {runner.loras.rank}".encode())
     linears = list(runner.decoder.linears())
     if runner.device.type == "cuda":
         has_own_products = all(

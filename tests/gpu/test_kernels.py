@@ -157,6 +157,11 @@ def test_products_of_experts_agree_with_their_reference_and_keep_their_bits(
     cases.check_add_experts(tokens + 1, 8, 2048, dtype, "cuda")
 
 
+@pytest.mark.parametrize("rank", [16, 256])
+def test_adapters_agree_with_their_reference_and_keep_their_bits(rank):
+    cases.check_adapters(rank, 4096, 6144, "cuda")
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("heads", [16, 20, 128])
 def test_latent_attention_agrees_with_its_reference_and_keeps_its_bits(dtype, heads):

@@ -9,6 +9,7 @@ from baton.kernels.constants import GELU_TANH, Gate
 from tools.gpu.kernel_cases import (
     AttentionShape,
     IndexShape,
+    check_adapters,
     check_add_experts,
     check_add_rms_norm,
     check_block_copy,
@@ -218,7 +219,8 @@ def interpreter_cases() -> dict[str, Callable[[], str]]:
         "experts bf16": lambda: check_grouped_product(
             (0, 129, 2), 130, 129, bf16, "cpu"
         ),
-        "adapters": lambda: check_grouped_product((5, 0, 9), 16, 144, bf16, "cpu"),
+        "adapters": lambda: check_adapters(16, 72, 144, "cpu"),
+        "adapters of high rank": lambda: check_adapters(256, 130, 129, "cpu"),
         "sum of experts": lambda: check_add_experts(3, 4, 1100, bf16, "cpu"),
         "proof of a pool": lambda: check_proof(24, "cpu"),
         "blocks bf16": lambda: check_block_copy(64, bf16, "cpu"),

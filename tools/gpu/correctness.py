@@ -126,6 +126,9 @@ KERNELS: dict[str, Work] = {
     "products in FP8": lambda model, _, device: cases.check_narrow_product(
         67, model.hidden_size, model.hidden_size // 4, 64, device, is_fp8=True
     ),
+    "adapters": lambda model, _, device: cases.check_adapters(
+        64, model.hidden_size, model.hidden_size, device
+    ),
     "sums of experts": lambda model, _, device: cases.check_add_experts(
         38, 2, model.hidden_size, BF16, device
     ),

@@ -711,6 +711,45 @@ def check_grouped_product(
     return found
 
 
+def check_adapters(rank: int, inner: int, columns: int, device: str) -> str:
+    """Rows of three adapters in one batch; alone, in other batches, and among other adapters."""
+    from baton.kernels import reference
+    from baton.kernels.cuda.grouped_product import grouped_product
+    from baton.model.layers.attention import AdaptedRows
+    from baton.model.layers.lora import Lora
+    from baton.model.layers.mlp import GroupedProduct, StackedExperts
+
+    generator = torch.Generator().manual_seed(10)
+
+    def numbers(*size: int) -> Tensor:
+        x: Tensor = torch.randn(size, generator=generator) / size[-1] ** 0.5
+        return x.to(device, torch.bfloat16)
+
+    shrink = numbers(3, rank, inner)
+    expand = numbers(3, columns, rank)
+    adapters = (0, 2, -1, 2, 1, *(number % 3 for number in range(80)))
+    x = numbers(len(adapters), inner)
+    y = numbers(len(adapters), columns)
+
+    def computed(rows: Sequence[int], product: GroupedProduct) -> Tensor:
+        """Return some rows of the batch, each with its own adapter."""
+        numbers = [adapters[row] for row in rows]
+        order = [i for a in range(3) for i, number in enumerate(numbers) if number == a]
+        counts = torch.tensor([numbers.count(a) for a in range(3)])
+        ends = counts.cumsum(0).to(device, torch.int32)
+        adapted = AdaptedRows(torch.tensor(order, device=device), ends)
+        layers = (StackedExperts(matrices, product) for matrices in (shrink, expand))
+        picked = torch.tensor(rows, device=device)
+        return Lora(*layers)(y[picked], x[picked], adapted)
+
+    every = range(len(adapters))
+    whole = computed(every, grouped_product)
+    assert_equal_bits(whole[2], y[2])
+    for rows in ((0,), (4, 3), (1, 3), every[1::2], every[::-1], every[2:]):
+        assert_equal_bits(computed(rows, grouped_product), whole[[*rows]])
+    return assert_close(whole, computed(every, reference.grouped_product))
+
+
 def check_add_experts(
     tokens: int, top_k: int, hidden: int, dtype: torch.dtype, dev: str
 ) -> str:

@@ -26,6 +26,7 @@ QUICK = (
     "four bits in short groups",
     "fp8 short",
     "experts fp32",
+    "adapters",
     "sum of experts",
     "latent fp32 short",
     "latent store",

@@ -47,22 +47,21 @@ def test_a_gpu_without_candidates_computes_as_before():
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_gpu_promises_no_bits_of_adapters(device):
-    plain = Linear(torch.zeros(1, 1), ordered=torch.nn.functional.linear)
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_adapters_change_no_promise_of_bits(device, is_ordered):
+    ordered = torch.nn.functional.linear if is_ordered else None
+    plain = Linear(torch.zeros(1, 1), ordered=ordered)
     adapted = replace(plain, adapt=lambda y, _x, _rows: y)
     for linear in (plain, adapted):
         decoder = SimpleNamespace(
-            linears=lambda linear=linear: [linear],
-            is_batch_invariant=True,
-            ranks=SingleRank(),
+            is_batch_invariant=linear.is_batch_invariant, ranks=SingleRank()
         )
         runner = SimpleNamespace(
             decoder=decoder,
             device=torch.device(device),
             backend=SimpleNamespace(is_batch_invariant=True),
         )
-        expected = device == "cpu" or linear is plain
-        assert is_batch_invariant(runner) == expected
+        assert is_batch_invariant(runner) == is_ordered
 
 
 class SecondRankFailed(SingleRank):

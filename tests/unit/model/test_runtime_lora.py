@@ -14,6 +14,7 @@ from baton.model.layers.attention import AdaptedRows
 from baton.model.layers.lora import Lora
 from baton.model.layers.mlp import StackedExperts
 from baton.model.loading.adapters import LoraLoader, LoraSite, LoraSpace
+from baton.model.runner.compute_digest import compute_path
 from baton.model.runner.rank import plan_rank
 from baton.model.runner.runner import Runner
 from baton.model.tensor_parallel import SharedMemoryRanks
@@ -93,6 +94,15 @@ def test_it_computes_what_its_merged_weights_compute(family):
     with thread_ranks(2) as members:
         split = on_all(members, of_rank)
     assert (split - theirs).abs().max() < 2e-5 * theirs.abs().max()
+
+
+def test_room_for_other_ranks_is_another_order_of_sums():
+    """The matrices of joined layers begin elsewhere."""
+    config = with_room(model_folder("qwen2", num_layers=2))
+    model = msgspec.structs.replace(config.model, max_lora_rank=16)
+    wider = msgspec.structs.replace(config, model=model)
+    with loaded(config) as narrow, loaded(config) as again, loaded(wider) as wide:
+        assert compute_path(narrow) == compute_path(again) != compute_path(wide)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
