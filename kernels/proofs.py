@@ -32,7 +32,8 @@ class ModelShapes(msgspec.Struct, frozen=True):
     windows: tuple[int, ...] = ()
     has_sinks: bool = False
     is_latent: bool = False
-    narrow: str = ""  # int4 or fp8: what layers may keep
+    narrow: str = ""  # int4, int8, fp4 or fp8: what layers may keep
+    narrow_group: int = 0  # inputs that share a scale; 0: all
     max_model_len: int = 0
 
 
@@ -74,7 +75,7 @@ PRODUCTS = "hopper-products"
 PREFILL = "hopper-prefill"
 # Attention of prompts and of decode steps in one order of sums.
 ONE_ORDER = "hopper-one-order"
-# Products with weights of four bits and FP8.
+# Products with weights of four and eight bits.
 NARROW = "hopper-narrow-products"
 
 CANDIDATES = (

@@ -346,17 +346,29 @@ def penalize_counted(
     return x.float()
 
 
+# What four bits stand for in MXFP4; the highest bit is the sign.
+FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
 @dataclass(slots=True, frozen=True)
 class NarrowWeight:
-    """A weight of four bits or FP8, whose groups of inputs share a scale and a zero point.
+    """A weight of four or eight bits, whose groups of inputs share a scale and a zero point.
 
-    Output o stands for `(codes[o, i] - zeros[o, i // group]) * scales[o, i // group]`.
+    Output o stands for `(number of codes[o, i] - zeros[o, i // group]) * scales[o, i // group]`.
     """
 
-    codes: Tensor  # [outputs, inputs] uint8, or float8_e4m3fn, whose zero points are 0
+    # [outputs, inputs] uint8 of four bits; or int8 or float8_e4m3fn, whose zero points are 0
+    codes: Tensor
     scales: Tensor  # [outputs, groups] fp32
     zeros: Tensor  # [outputs, groups] int32
     group: int  # inputs
+    is_fp4: bool = False  # the four bits are floats, whose zero points are 0
+
+    @property
+    def kind(self) -> str:
+        if self.codes.dtype == torch.uint8:
+            return "fp4" if self.is_fp4 else "int4"
+        return "int8" if self.codes.dtype == torch.int8 else "fp8"
 
     @property
     def is_whole(self) -> bool:
@@ -364,3 +376,16 @@ class NarrowWeight:
         return not self.codes.shape[1] % 8 and (
             self.scales.shape[1] == 1 or not self.group % 32
         )
+
+    def values(
+        self, outputs: slice = slice(None), dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """Return what the codes of some outputs stand for, `[outputs, inputs]`."""
+        codes = self.codes[outputs]
+        of = torch.arange(codes.shape[1], device=codes.device) // self.group
+        if self.is_fp4:
+            numbers = torch.cat((FP4, -FP4)).to(codes.device)[codes.int()]
+        else:
+            numbers = codes.float()
+        numbers = numbers.to(dtype) - self.zeros[outputs][:, of]
+        return numbers * self.scales[outputs][:, of].to(dtype)

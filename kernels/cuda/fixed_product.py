@@ -104,9 +104,16 @@ class NarrowProduct:
         return _in_parts(x, packed, self, (128, HALF, 2))
 
 
-def packed(weight: NarrowWeight, device: torch.device) -> tuple[Tensor, NarrowProduct]:
-    """Return the codes on a device, and the product with them, of a weight that `is_whole`."""
-    is_fp8 = weight.codes.dtype != torch.uint8
+def packed(
+    weight: NarrowWeight, device: torch.device
+) -> tuple[Tensor, NarrowProduct] | None:
+    """Return the codes on a device, and the product with them, of a weight that `is_whole`.
+
+    None for one of int8 or MXFP4, of which it knows no product.
+    """
+    if weight.kind not in ("int4", "fp8"):
+        return None
+    is_fp8 = weight.kind == "fp8"
     codes = weight.codes.view(torch.uint8).to(device)
     codes = F.pad(codes, (0, -codes.shape[1] % (2 * HALF)))
     scales, zeros = (

@@ -17,6 +17,7 @@ from baton.model.batch_invariance.host_linears import MAX_HEAD_ROWS, HostLinears
 from baton.model.checkpoint.tensors import decoder_tensors, layout_of
 from baton.model.config.decoder_config import DecoderConfig
 from baton.model.config.packing import Packing
+from baton.model.config.quantization import WeightFormat
 from baton.model.config.tensor_parts import LinearTensors, NormTensor
 from baton.model.layers.linear import Linear, Product
 from baton.model.layers.lora import Lora
@@ -26,7 +27,8 @@ from baton.model.loading.weights import (
     Checkpoint,
     in_order,
     joined,
-    narrow_fp8,
+    narrow_bytes,
+    narrow_fp4,
     of_codebook,
     of_fp4,
     of_mxfp4,
@@ -37,6 +39,8 @@ from baton.model.loading.weights import (
 from baton.model.tensor_parallel import Ranks
 from baton.node.executor import Progress
 
+# Types of weights that GPUs may keep.
+NARROW_BYTES = ("F8_E4M3", "I8")
 # QKV, attention output, gate and up, down, head.
 NUM_LINEAR_KINDS = 5
 
@@ -52,8 +56,8 @@ class NarrowLinear(Protocol):
     def __call__(self, x: Tensor, packed: Tensor, /) -> Tensor: ...
 
 
-# Packs a weight on a device and returns the product with it.
-PackNarrow = Callable[[NarrowWeight, torch.device], tuple[Tensor, NarrowLinear]]
+# Packs a weight on a device and returns the product with it; None for one that it cannot read.
+PackNarrow = Callable[[NarrowWeight, torch.device], tuple[Tensor, NarrowLinear] | None]
 
 
 class RankDevice(NamedTuple):
@@ -66,7 +70,7 @@ class RankDevice(NamedTuple):
     ordered: Product | None = None
     compiled: CpuLinears | None = None  # for a CPU whose kernels compute linear layers
     grouped: GroupedProduct | None = None  # for the experts on a GPU
-    narrow: PackNarrow | None = None  # for weights of four bits and FP8 on a GPU
+    narrow: PackNarrow | None = None  # for weights of four and eight bits on a GPU
     # Takes the place of `ordered` for weights with which it keeps bits.
     library: Product | None = None
 
@@ -194,8 +198,10 @@ class LayerWeights:
             if isinstance(self.linears, HostLinears):
                 return self.linears.of_narrow(weight, bias)
             assert self.narrow is not None
-            packed, product = self.narrow(weight, self.device)
-            return Linear(packed, bias, ordered=product, trial=product.trial)
+            if (made := self.narrow(weight, self.device)) is not None:
+                packed, product = made
+                return Linear(packed, bias, ordered=product, trial=product.trial)
+            weight = weight.values().to(self.device, self.dtype)
         if self.linears is None:
             return Linear(weight, bias)
         max_rows = MAX_HEAD_ROWS if is_head else None
@@ -274,20 +280,24 @@ class LayerWeights:
         _, inputs = self.shapes[weight]
         read = self.checkpoint.read
         packing = how.packing
-        if packing is not None:
-            if (
-                packing.bits == 4
-                and packing.has_integers
-                and self._is_packed(packing, name)
-            ):
-                part = unpacked(
-                    packing, self.shapes[weight], lambda part: read(f"{name}.{part}")
-                )
-                whole = part.narrow(packing.group_size or inputs)
+
+        def read_part(part: str) -> Tensor:
+            return read(f"{name}.{part}")
+
+        if packing is not None and self._is_packed(packing, name):
+            # CPUs widen four bits alone.
+            if packing.has_integers and (packing.bits == 4 or self.narrow):
+                part = unpacked(packing, self.shapes[weight], read_part)
+                whole = part.narrow(packing.group_size or inputs, packing.bits)
+            elif packing.form == "fp4" and self.narrow:
+                whole = narrow_fp4(packing, read_part)
         elif (
-            how.stored == self.checkpoint.dtype_of(weight) == "F8_E4M3" and self.narrow
+            packing is None
+            and how.stored in NARROW_BYTES
+            and how.stored == self.checkpoint.dtype_of(weight)
+            and self.narrow
         ):
-            whole = narrow_fp8(read(weight), read(how.scale_of(weight)), how.block)
+            whole = narrow_bytes(read(weight), self._scales(how, weight), how.block)
         return whole and part_of(whole, rows, columns or slice(0, inputs))
 
     def expert_lora(self, sites: Sequence[LoraSite]) -> Lora | None:
@@ -339,10 +349,11 @@ class LayerWeights:
             return unpacked(how.packing, self.shapes[name], part_of_layer).values()
         if self.checkpoint.dtype_of(name) != how.stored:
             return None
-        scales = read(how.scale_of(name))
-        if how.scale_divisor != 1:
-            scales = scales / how.scale_divisor
-        return scaled(read(name), scales, how.block)
+        return scaled(read(name), self._scales(how, name), how.block)
+
+    def _scales(self, how: WeightFormat, name: str) -> Tensor:
+        scales = self.checkpoint.read(how.scale_of(name))
+        return scales if how.scale_divisor == 1 else scales / how.scale_divisor
 
     def _is_packed(self, packing: Packing, layer: str) -> bool:
         return self.checkpoint.dtype_of(f"{layer}.{packing.first}") == packing.stored

@@ -7,6 +7,7 @@ know names, shapes or layout of a model, and never writes a file.
 import hashlib
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Protocol, overload
 
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from baton.kernels.reference import NarrowWeight
+from baton.kernels.reference import FP4, NarrowWeight
 from baton.model.checkpoint.weight_files import stored_tensors
 from baton.model.config.packing import NESTED_BLOCK, Packing
 from baton.model.config.reading import read_json
@@ -112,10 +113,6 @@ def scaled(weight: Tensor, scales: Tensor, block: tuple[int, int] | None) -> Ten
     return weight.float() * scales
 
 
-# What four bits stand for in MXFP4; the highest bit is the sign.
-_FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-
-
 def in_fp32(scales: Tensor) -> Tensor:
     """Return scales as numbers; bytes are exponents of 2, of which 127 stands for 0."""
     return (
@@ -179,7 +176,7 @@ def of_fp4(packing: Packing, read: Callable[[str], Tensor]) -> Tensor:
 
 def _pairs(codes: Tensor) -> Tensor:
     """Return the two numbers in each byte of `[…, count]` as `[…, 2 * count]`, the lower first."""
-    numbers = torch.cat((_FP4, -_FP4))
+    numbers = torch.cat((FP4, -FP4))
     byte = torch.arange(256)
     pairs = torch.stack((numbers[byte & 15], numbers[byte >> 4]), dim=-1)
     return F.embedding(codes.int(), pairs).flatten(-2)
@@ -201,17 +198,47 @@ class Packed(NamedTuple):
         """Return `[outputs, inputs]` in fp32."""
         return (self.numbers - self.zeros[:, self.groups]) * self.scales[:, self.groups]
 
-    def narrow(self, size: int) -> NarrowWeight | None:
-        """Return the whole in four bits; None if its groups are not `size` neighbours."""
+    def narrow(self, size: int, bits: int) -> NarrowWeight | None:
+        """Return the whole in four or eight bits; None if its groups are not `size` neighbours.
+
+        Eight bits have to be symmetric.
+        """
         if not torch.equal(self.groups, torch.arange(len(self.groups)) // size):
             return None
-        return NarrowWeight(self.numbers.to(torch.uint8), self.scales, self.zeros, size)
+        if bits == 4:
+            codes = self.numbers.to(torch.uint8)
+            return NarrowWeight(codes, self.scales, self.zeros, size)
+        middle = 128
+        if bits != 8 or not bool((self.zeros == middle).all()):
+            return None
+        codes = (self.numbers - middle).to(torch.int8)
+        return NarrowWeight(codes, self.scales, torch.zeros_like(self.zeros), size)
 
 
-def narrow_fp8(
+def narrow_fp4(packing: Packing, read: Callable[[str], Tensor]) -> NarrowWeight | None:
+    """Return a weight in MXFP4; None if scales are not powers of two.
+
+    `read` returns one of the packed tensors by the end of its name.
+    """
+    names = packing.fp4
+    if names.whole:
+        return None
+    return mxfp4(read(names.codes), read(names.scales), packing.group_size)
+
+
+def mxfp4(codes: Tensor, scales: Tensor, group: int) -> NarrowWeight:
+    """Return a weight of codes `[outputs, inputs / 2]` and scales `[outputs, groups]`."""
+    halves = codes.view(torch.uint8)
+    codes = torch.stack((halves & 15, halves >> 4), -1).flatten(1)
+    numbers = in_fp32(scales)
+    zeros = torch.zeros(numbers.shape, dtype=torch.int32)
+    return NarrowWeight(codes, numbers, zeros, group, is_fp4=True)
+
+
+def narrow_bytes(
     weight: Tensor, scales: Tensor, block: tuple[int, int] | None
 ) -> NarrowWeight | None:
-    """Return a weight with its scales as `scaled` takes them; None if it holds NaN."""
+    """Return a weight of FP8 or int8 with its scales as `scaled` takes them; None if it has NaN."""
     outputs, inputs = weight.shape
     if weight.float().isnan().any():
         return None
@@ -249,11 +276,12 @@ def part_of(weight: NarrowWeight, rows: slice | Tensor, columns: slice) -> Narro
     """Return rows and columns, which may begin within a group."""
     size = math.gcd(weight.group, columns.start)
     of = torch.arange(columns.start, columns.stop, size) // weight.group
-    return NarrowWeight(
-        weight.codes[rows, columns],
-        weight.scales[rows][:, of],
-        weight.zeros[rows][:, of],
-        size,
+    return replace(
+        weight,
+        codes=weight.codes[rows, columns],
+        scales=weight.scales[rows][:, of],
+        zeros=weight.zeros[rows][:, of],
+        group=size,
     )
 
 
@@ -289,7 +317,7 @@ def joined(parts: Sequence[NarrowWeight | None]) -> NarrowWeight | None:
     found = [part for part in parts if part is not None]
     if (
         len(found) < len(parts)
-        or len({part.group for part in found}) > 1
+        or len({(part.group, part.kind) for part in found}) > 1
         or not found[0].is_whole
     ):
         return None
@@ -297,7 +325,7 @@ def joined(parts: Sequence[NarrowWeight | None]) -> NarrowWeight | None:
         torch.cat(of)
         for of in zip(*((p.codes, p.scales, p.zeros) for p in found), strict=True)
     )
-    return NarrowWeight(codes, scales, zeros, found[0].group)
+    return replace(found[0], codes=codes, scales=scales, zeros=zeros)
 
 
 def _integers(

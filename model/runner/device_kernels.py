@@ -19,6 +19,7 @@ from baton.kernels.proofs import (
     possible,
 )
 from baton.model.config.decoder_config import DecoderConfig
+from baton.model.config.quantization import WeightFormat
 from baton.model.loading.decoder_loading import local_heads
 from baton.model.runner.compute_digest import gpu_bits, own_sources
 from baton.model.runner.kernel_proofs import proofs_of
@@ -115,6 +116,7 @@ def shapes_of(
         (decoder.vocab_size // num_ranks, hidden),
     )
     windows = {decoder.window_of(layer) for layer in range(decoder.num_layers)}
+    narrow, narrow_group = narrow_codes(decoder)
     dtype, pool_dtype = (str(one).removeprefix("torch.") for one in dtypes)
     return ModelShapes(
         linears=linears,
@@ -129,16 +131,27 @@ def shapes_of(
         windows=tuple(sorted(window for window in windows if window is not None)),
         has_sinks=decoder.layers.has_sinks,
         is_latent=decoder.latent is not None,
-        narrow=narrow_kind(decoder),
+        narrow=narrow,
+        narrow_group=narrow_group,
         max_model_len=max_model_len,
     )
 
 
-def narrow_kind(decoder: DecoderConfig) -> str:
-    """Return what codes the layers may keep: int4, fp8, or none."""
+def narrow_codes(decoder: DecoderConfig) -> tuple[str, int]:
+    """Return what codes the layers may keep, and the inputs that share a scale; "" is none."""
     if decoder.quantization is None:
-        return ""
-    formats = decoder.quantization.formats
-    if any(form.packing is not None and form.packing.bits == 4 for form in formats):
-        return "int4"
-    return "fp8" if any(form.stored == "F8_E4M3" for form in formats) else ""
+        return "", 0
+    kinds = map(_codes_of, decoder.quantization.formats)
+    return next((kind for kind in kinds if kind[0]), ("", 0))
+
+
+def _codes_of(how: WeightFormat) -> tuple[str, int]:
+    packing = how.packing
+    if packing is None:
+        kind = {"F8_E4M3": "fp8", "I8": "int8"}.get(how.stored, "")
+        return kind, how.block[1] if kind and how.block is not None else 0
+    if packing.has_integers:
+        kind = {4: "int4", 8: "int8"}.get(packing.bits, "")
+        return kind, packing.group_size if kind else 0
+    is_mxfp4 = packing.form == "fp4" and not packing.fp4.whole
+    return ("fp4", packing.group_size) if is_mxfp4 else ("", 0)

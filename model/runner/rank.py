@@ -546,7 +546,7 @@ def _narrow_product(plan: RankPlan, kernels: DeviceKernels) -> PackNarrow | None
 
     def streamed_or_widened(
         weight: NarrowWeight, device: torch.device
-    ) -> tuple[Tensor, NarrowLinear]:
+    ) -> tuple[Tensor, NarrowLinear] | None:
         return streamed(weight, device) or packed(weight, device)
 
     return streamed_or_widened

@@ -14,7 +14,20 @@ from baton.kernels.hopper.narrow.product import streamed
 from baton.kernels.reference import NarrowWeight
 from tests.support.compile_products import Report, report, without_gpu
 
-KINDS = ("int4 fp16", "int4 bf16", "fp8 in blocks", "fp8 by rows")
+# Codes, the inputs that share a scale, and which of the weights that a proof tries.
+KINDS = {
+    "int4 fp16": ("int4", 128, 0),
+    "int4 bf16": ("int4", 128, 1),
+    "int4 in groups of 64": ("int4", 64, 0),
+    "int4 in groups of 32": ("int4", 32, 0),
+    "int4 by rows": ("int4", 0, 0),
+    "int8 by rows": ("int8", 128, 0),
+    "int8 in groups of 128": ("int8", 128, 1),
+    "int8 in groups of 32": ("int8", 32, 1),
+    "fp8 in blocks": ("fp8", 128, 0),
+    "fp8 by rows": ("fp8", 128, 1),
+    "mxfp4": ("fp4", 32, 0),
+}
 OUTPUTS, INPUTS = 512, 2048
 
 
@@ -27,10 +40,9 @@ def main() -> None:
 
 
 def weight_of(kind: str, outputs: int, inputs: int) -> NarrowWeight:
-    narrow, _, _ = kind.partition(" ")
-    weights = weights_of(narrow, outputs, inputs, torch.device("cpu"))
-    of_narrow = [name for name in KINDS if name.startswith(narrow)]
-    return [*weights][of_narrow.index(kind)]
+    narrow, group, number = KINDS[kind]
+    weights = weights_of(narrow, group, outputs, inputs, torch.device("cpu"))
+    return [*weights][number]
 
 
 def of_kind(kind: str, rows: int) -> Report:

@@ -671,7 +671,9 @@ def check_narrow_product(
     of = torch.arange(inner) // group
     weight = ((codes.float() - zeros[:, of]) * scales[:, of]).to(device, torch.bfloat16)
     narrow = NarrowWeight(codes, scales, zeros, group)
-    packed, product = module.packed(narrow, torch.device(device))
+    made = module.packed(narrow, torch.device(device))
+    assert made is not None
+    packed, product = made
     x = torch.randn(rows, inner, generator=generator).to(device, torch.bfloat16)
     whole = product(x, packed)
     for first, count in ((0, 1), (rows // 2, 2), (rows - 9, 9)):

@@ -48,6 +48,7 @@ from tools.gpu.timing import Call
 
 VALUE_BYTES = 2
 NARROW_BYTES = {"int4": 0.5, "fp8": 1.0}
+NARROW_GROUP = 128
 ORDERED = ", ordered"
 ON_HOPPER = ", on Hopper"
 IN_ONE_ORDER = ", on Hopper in one order"
@@ -212,13 +213,12 @@ class Kernels:
         """Measure a layer whose weights keep codes of `num_bytes` each."""
         device = self.desk.device
         pack = narrow_packing(device)
-        layers = [
-            (
-                self._normal(case.rows, inner),
-                *pack(next(weights_of(narrow, columns, inner, device)), device),
-            )
-            for columns, inner in case.linears
-        ]
+        layers = []
+        for columns, inner in case.linears:
+            weight = next(weights_of(narrow, NARROW_GROUP, columns, inner, device))
+            made = pack(weight, device)
+            assert made is not None
+            layers.append((self._normal(case.rows, inner), *made))
         values = sum(columns * inner for columns, inner in case.linears)
         rows_moved = sum(case.rows * (c + inner) for c, inner in case.linears)
         moved = num_bytes * values + VALUE_BYTES * rows_moved
@@ -335,11 +335,13 @@ PREFILLS: Forms = {
 
 
 def narrow_packing(device: torch.device) -> PackNarrow:
-    """Return what packs weights of four bits and FP8 as nodes on such a GPU would."""
+    """Return what packs narrow weights as nodes on such a GPU would."""
     if not has_warpgroup_products(device):
         return packed
 
-    def pack(weight: NarrowWeight, device: torch.device) -> tuple[Tensor, NarrowLinear]:
+    def pack(
+        weight: NarrowWeight, device: torch.device
+    ) -> tuple[Tensor, NarrowLinear] | None:
         return streamed(weight, device) or packed(weight, device)
 
     return pack

@@ -1,1 +1,1 @@
-"""Products in bf16 with weights of four bits and FP8, which are read as they are stored."""
+"""Products in bf16 with weights of four and eight bits, which are read as they are stored."""

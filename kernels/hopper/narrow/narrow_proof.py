@@ -1,4 +1,4 @@
-"""Prove the products with weights of four bits and FP8 on this GPU."""
+"""Prove the products with weights of four and eight bits on this GPU."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def missing_for(shapes: ModelShapes, capability: tuple[int, int]) -> str:
     if capability != CAPABILITY:
         return "they need compute capability 9.0"
     if not shapes.narrow:
-        return "no weight of the model is stored in four bits or FP8"
+        return "no weight of the model is stored in four or eight bits"
     if shapes.dtype != "bfloat16":
         return f"they multiply bfloat16, and the model computes in {shapes.dtype}"
     return ""
@@ -50,18 +50,22 @@ def prove(shapes: ModelShapes, device: str) -> str:
     for outputs, inputs in dict.fromkeys(shapes.linears):
         if outputs % 8 or inputs % 8 or outputs > MAX_OUTPUTS:
             continue
-        for weight in weights_of(shapes.narrow, outputs, inputs, torch.device(device)):
+        how = shapes.narrow, shapes.narrow_group
+        for weight in weights_of(*how, outputs, inputs, torch.device(device)):
             if fault := fault_of(weight, torch.device(device)):
                 return f"{fault} (a weight of {outputs} x {inputs})"
     return ""
 
 
 def weights_of(
-    narrow: str, outputs: int, inputs: int, device: torch.device
+    narrow: str, group: int, outputs: int, inputs: int, device: torch.device
 ) -> Iterator[NarrowWeight]:
-    """Yield random weights: int4 with scales of fp16 and of bf16, or fp8 in blocks and by rows."""
+    """Yield random weights of each way in which codes may have scales.
+
+    Those of int4 are fp16 or bf16, those of int8 and FP8 by rows or not. `group` counts inputs; 0
+    is all of them.
+    """
     generator = torch.Generator(device).manual_seed(outputs + inputs)
-    groups = -(-inputs // STEP)
 
     def integers(high: int, *size: int) -> Tensor:
         return torch.randint(high, size, generator=generator, device=device)
@@ -69,23 +73,36 @@ def weights_of(
     def scales(*size: int) -> Tensor:
         return 0.5 + torch.rand(size, generator=generator, device=device)
 
-    zeros = integers(16, outputs, groups).int()
+    size = group or inputs
+    groups = -(-inputs // size)
+    no_zeros = torch.zeros(outputs, groups, dtype=torch.int32, device=device)
+    by_row = scales(outputs, 1) / 1024
+    codes = integers(16, outputs, inputs).to(torch.uint8)
     if narrow == "int4":
-        codes = integers(16, outputs, inputs).to(torch.uint8)
+        zeros = integers(16, outputs, groups).int()
         # The latter are too small for fp16.
-        for dtype, size in ((torch.float16, 2.0**-6), (torch.bfloat16, 2.0**-22)):
-            stored = (scales(outputs, groups) * size).to(dtype).float()
-            yield NarrowWeight(codes, stored, zeros, STEP)
+        for dtype, scale in ((torch.float16, 2.0**-6), (torch.bfloat16, 2.0**-22)):
+            stored = (scales(outputs, groups) * scale).to(dtype).float()
+            yield NarrowWeight(codes, stored, zeros, size)
+        return
+    if narrow == "fp4":
+        powers = torch.exp2(integers(12, outputs, groups).float() - 10)
+        yield NarrowWeight(codes, powers, no_zeros, size, is_fp4=True)
         return
     codes = integers(256, outputs, inputs).to(torch.uint8)
+    if narrow == "int8":
+        whole = codes.view(torch.int8)
+        yield NarrowWeight(whole, by_row, no_zeros[:, :1], inputs)
+        if group:
+            yield NarrowWeight(whole, scales(outputs, groups) / 1024, no_zeros, size)
+        return
     for nan in NAN_CODES:
         codes = codes.where(codes != nan, 0)
     fp8 = codes.view(torch.float8_e4m3fn)
-    blocks = scales(-(-outputs // STEP), groups) / 1024
+    blocks = scales(-(-outputs // STEP), -(-inputs // STEP)) / 1024
     by_block = blocks.repeat_interleave(STEP, 0)[:outputs]
-    yield NarrowWeight(fp8, by_block, torch.zeros_like(zeros), STEP)
-    by_row = scales(outputs, 1) / 1024
-    yield NarrowWeight(fp8, by_row, torch.zeros_like(by_row).int(), inputs)
+    yield NarrowWeight(fp8, by_block, torch.zeros_like(by_block).int(), STEP)
+    yield NarrowWeight(fp8, by_row, no_zeros[:, :1], inputs)
 
 
 def fault_of(weight: NarrowWeight, device: torch.device) -> str:
@@ -158,7 +175,7 @@ class NarrowTrial:
         norms = x.norm(dim=1, keepdim=True)
         for start in range(0, self._outputs, CHECKED_OUTPUTS):
             outputs = slice(start, start + CHECKED_OUTPUTS)
-            numbers = numbers_of(self._weight, outputs)
+            numbers = self._weight.values(outputs, torch.float64)
             wanted = x @ numbers.T
             allowed = wanted.abs() * ROUNDING + SUM_ERROR * norms * numbers.norm(dim=1)
             wrong = ~((got[:, outputs] - wanted).abs() <= allowed)
@@ -166,13 +183,3 @@ class NarrowTrial:
                 row, column = (int(at) for at in wrong.nonzero()[0])
                 return f"is wrong in row {int(picked[row])} and output {start + column}"
         return ""
-
-
-def numbers_of(weight: NarrowWeight, outputs: slice = slice(None)) -> Tensor:
-    """Return what the codes of some outputs stand for, `[outputs, inputs]` in fp64."""
-    of = torch.arange(weight.codes.shape[1], device=weight.codes.device) // weight.group
-    zeros = weight.zeros[outputs][:, of]
-    scales = weight.scales[outputs][:, of]
-    codes = weight.codes[outputs]
-    codes = codes.float() if codes.dtype != torch.uint8 else codes
-    return (codes.double() - zeros) * scales.double()

@@ -1,4 +1,4 @@
-"""The product with packed weights of four bits and FP8 on compute capability 9.0.
+"""The product with packed weights of four and eight bits on compute capability 9.0.
 
 One arithmetic serves all numbers of rows: the tile's rows change with them, and the parts in which
 inputs are summed do not.
@@ -17,8 +17,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from baton.kernels.hopper.narrow.packing import PackedWeight, packed_weight
 from baton.kernels.hopper.narrow.streaming import (
+    FORMATS,
     GROUPS,
-    INT4,
     STEP,
     UNIT,
     streaming_kernel,
@@ -29,7 +29,13 @@ from baton.kernels.reference import NarrowWeight
 
 WORDS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
 METAS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-VALUES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+# Of rows, by the inputs that a copy brings.
+VALUES = {
+    panel: gl.NVMMASharedLayout(
+        swizzle_byte_width=2 * panel, element_bitwidth=16, rank=2
+    )
+    for panel in (64, 32)
+}
 MAX_DESCRIPTORS = 4096
 MAX_STAGES = 12
 # Bytes of shared memory for the stages of a program, alone on a multiprocessor or one of two, and
@@ -54,6 +60,8 @@ ROW_TILES = (
 )
 MANY_ROWS = RowTile(128, 1)
 MAX_SPREAD_ROWS = 128
+# Sums of shorter groups leave two programs too few registers, except for the fewest rows.
+MIN_SHARED_GROUP = 64
 
 
 class StreamPlan(NamedTuple):
@@ -66,7 +74,9 @@ class StreamPlan(NamedTuple):
 
 def plan_for(weight: PackedWeight, rows: int) -> StreamPlan:
     tile = next((tile for most, tile in ROW_TILES if rows <= most), MANY_ROWS)
-    codes = 4096 + 256 if weight.kind == INT4 else 8192
+    if weight.group < MIN_SHARED_GROUP and tile.rows > ROW_TILES[0][0]:
+        tile = tile._replace(per_multiprocessor=1)
+    codes = 1024 * FORMATS[weight.kind].bits + 256 * weight.words
     stage = GROUPS * codes + tile.rows * STEP * 2
     stages = max(2, min(MAX_STAGES, ROOM[tile.per_multiprocessor] // stage))
     is_spread = weight.parts > 1 and rows <= MAX_SPREAD_ROWS
@@ -110,7 +120,7 @@ class StreamedProduct:
         streaming_kernel[(programs, weight.parts if plan.is_spread else 1)](
             codes,
             meta,
-            _values(*of_x, plan.tile.rows),
+            _values(*of_x, plan.tile.rows, min(weight.group, STEP // 2)),
             weight.scales,
             out,
             sums,
@@ -120,6 +130,9 @@ class StreamedProduct:
             weight.steps,
             weight.parts,
             KIND=weight.kind,
+            PIECES=FORMATS[weight.kind].bits // 4,
+            NUM_WORDS=weight.words,
+            GROUP=weight.group,
             IS_HALF=weight.is_half,
             IS_SPREAD=plan.is_spread,
             ROWS=plan.tile.rows,
@@ -150,10 +163,11 @@ def _metas(address: int, rows: int) -> object:
 
 
 @functools.lru_cache(MAX_DESCRIPTORS)
-def _values(address: int, rows: int, inner: int, stride: int, box: int) -> object:
-    return TensorDescriptor(
-        Base(address), [rows, inner], [stride, 1], [box, 64], VALUES
-    )
+def _values(
+    address: int, rows: int, inner: int, stride: int, box: int, panel: int
+) -> object:
+    sizes = [rows, inner], [stride, 1], [box, panel]
+    return TensorDescriptor(Base(address), *sizes, VALUES[panel])
 
 
 def streamed(

@@ -1,17 +1,20 @@
-"""The kernel that streams codes of four bits and FP8, and multiplies the numbers they stand for.
+"""The kernel that streams codes of four and eight bits, and multiplies what they stand for.
 
 A warp brings tiles of codes and rows by TMA. Two warpgroups turn codes into bf16 in the registers
 of the first operand, which no rounding touches, and multiply them by up to 128 rows. Scales are
-applied to sums in fp32: after each step of 128 inputs, or at the end where an output has one.
+applied to sums in fp32: after each group of 32, 64 or 128 inputs, or at the end where an output has
+one. Those of MXFP4, which are powers of two, multiply the numbers themselves.
 
 The inputs are cut in parts that follow from the weight alone, and the sums of parts are added in
 order: by the program that comes last where each part has one of its own, or in registers where one
 program computes all parts. So a row's bits depend on the row and the weight.
 """
 
-# ruff: noqa: N803, N806, PLR0913, PLR0915, PLR0917
+# ruff: noqa: N803, N806, PLR0913, PLR0915, PLR0917, PLR1714, RUF005
 # Compile-time values are in capitals, as in Triton's own code; arguments are pointers and sizes.
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def,assignment"
+
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,23 +29,61 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 sync_warpgroup = getattr(gl, "thread_barrier", None) or gl.barrier
 
 INT4 = "int4"
+INT8 = "int8"
+INT8_ROWS = "int8 by rows"
 FP8_BLOCKS = "fp8 in blocks"
 FP8_ROWS = "fp8 by rows"
+MXFP4 = "mxfp4"
 UNIT = 64  # outputs of a warpgroup
 STEP = 128  # inputs
 GROUPS = 2  # warpgroups that multiply
 
 
-def _int4_text() -> str:
-    """Two words of four codes in each half -> eight pairs: 128 + code, minus 128 + zero point."""
+class Format(NamedTuple):
+    """How codes lie in memory, and the words beside them."""
+
+    bits: int
+    # Of each output in a step, words for each group of inputs, or one; 0: scales lie apart.
+    has_group_words: bool = False
+    has_step_words: bool = False
+
+
+FORMATS = {
+    INT4: Format(4, has_group_words=True),
+    INT8: Format(8, has_group_words=True),
+    INT8_ROWS: Format(8),
+    FP8_BLOCKS: Format(8),
+    FP8_ROWS: Format(8),
+    MXFP4: Format(4, has_step_words=True),
+}
+
+
+def _int4_text(zeros: int) -> str:
+    """Two words of four codes in each half -> eight pairs: 128 + code, minus 128 + zero point.
+
+    The pairs are neighbours, and as many as there are zero points share one each.
+    """
     lines = ["{ .reg .b32 t, u;"]
     for pair in range(8):
         word = f"${8 + pair // 4}"
         shift = 4 * (pair % 4)
+        zero = f"${10 + 2 * (pair * zeros // 8)}"
         lines.append(f"shr.b32 u, {word}, {shift};" if shift else f"mov.b32 u, {word};")
         # (a & b) | c is 0xea
         lines.append("lop3.b32 t, u, 0x000f000f, 0x43004300, 0xea;")
-        lines.append(f"sub.rn.bf16x2 ${pair}, t, $10;")
+        lines.append(f"sub.rn.bf16x2 ${pair}, t, {zero};")
+    return "\n".join([*lines, "}"])
+
+
+def _int8_text() -> str:
+    """Two words of four bytes -> four pairs: 128 + seven bits, minus 128 or 256 by the sign."""
+    lines = ["{ .reg .b32 t, u, v;"]
+    for pair in range(4):
+        word = f"${4 + pair // 2}"
+        lines.append(f"shr.b32 u, {word}, 8;" if pair % 2 else f"mov.b32 u, {word};")
+        lines.append("lop3.b32 t, u, 0x007f007f, 0x43004300, 0xea;")
+        lines.append("lop3.b32 v, u, 0x00800080, 0x43004300, 0xea;")
+        lines.append(f"sub.rn.bf16x2 ${pair}, t, v;")
     return "\n".join([*lines, "}"])
 
 
@@ -61,10 +102,50 @@ def _fp8_text() -> str:
     return "\n".join([*lines, "}"])
 
 
-INT4_TEXT = gl.constexpr(_int4_text())
+def _mxfp4_text() -> str:
+    """Two words of eight codes -> eight pairs: their fields where bf16 has them, times a scale.
+
+    Three codes of each half are a shift away from there, and the fourth has the bits between them.
+    """
+    lines = ["{ .reg .b32 t, u, v;"]
+    for pair in range(8):
+        word = f"${8 + pair // 4}"
+        turn = pair % 4
+        scale = f"${10 + 2 * (pair // 2)}"
+        if turn < 3:
+            shift = 3 * turn
+            lines.append(
+                f"shl.b32 u, {word}, {shift};" if shift else f"mov.b32 u, {word};"
+            )
+            lines.append("and.b32 t, u, 0x81c081c0;")
+        else:
+            lines += [
+                f"shl.b32 t, {word}, 1;",
+                f"shr.b32 u, {word}, 3;",
+                f"shr.b32 v, {word}, 7;",
+                "and.b32 v, v, 0x00400040;",
+                "lop3.b32 u, u, 0x01800180, v, 0xea;",
+                "lop3.b32 t, t, 0x80008000, u, 0xea;",
+            ]
+        lines.append(f"mul.rn.bf16x2 ${pair}, t, {scale};")
+    return "\n".join([*lines, "}"])
+
+
+def _operands(outputs: int, inputs: int) -> str:
+    return ",".join(["=&r"] * outputs + ["r"] * inputs)
+
+
+INT4_TEXT = gl.constexpr(_int4_text(1))
+INT4_TEXT_OF_2 = gl.constexpr(_int4_text(2))
+INT4_TEXT_OF_4 = gl.constexpr(_int4_text(4))
+INT8_TEXT = gl.constexpr(_int8_text())
 FP8_TEXT = gl.constexpr(_fp8_text())
-INT4_OPERANDS = gl.constexpr(",".join(["=&r"] * 8 + ["r"] * 4))
-FP8_OPERANDS = gl.constexpr(",".join(["=&r"] * 4 + ["r"] * 2))
+MXFP4_TEXT = gl.constexpr(_mxfp4_text())
+# Triton gives each operand twice, as two words are widened at once.
+BYTES_OPERANDS = gl.constexpr(_operands(4, 2))
+OPERANDS_OF_1 = gl.constexpr(_operands(8, 4))
+OPERANDS_OF_2 = gl.constexpr(_operands(8, 6))
+OPERANDS_OF_4 = gl.constexpr(_operands(8, 10))
 EIGHT = gl.constexpr((gl.bfloat16,) * 8)
 FOUR = gl.constexpr((gl.bfloat16,) * 4)
 
@@ -77,47 +158,116 @@ def _fragments(words, OPERAND: gl.constexpr):
 
 
 @gluon.jit
-def _joined(a, b, c, d, e, f, g, h, OPERAND: gl.constexpr):
-    first = gl.join(gl.join(a, b), gl.join(c, d))
-    second = gl.join(gl.join(e, f), gl.join(g, h))
-    numbers = gl.join(first, second).permute([0, 4, 3, 2, 1]).reshape([64, 128])
-    return gl.convert_layout(numbers, OPERAND)
+def _joined(p, AT: gl.constexpr, GROUP: gl.constexpr, OPERAND: gl.constexpr):
+    """Return `[64, GROUP]` numbers of as many parts of 16 inputs, the first of which is `AT`."""
+    if GROUP == 32:
+        numbers = gl.join(p[AT], p[AT + 1]).permute([0, 2, 1])
+    elif GROUP == 64:
+        first = gl.join(p[AT], p[AT + 1])
+        second = gl.join(p[AT + 2], p[AT + 3])
+        numbers = gl.join(first, second).permute([0, 3, 2, 1])
+    else:
+        first = gl.join(gl.join(p[0], p[1]), gl.join(p[2], p[3]))
+        second = gl.join(gl.join(p[4], p[5]), gl.join(p[6], p[7]))
+        numbers = gl.join(first, second).permute([0, 4, 3, 2, 1])
+    return gl.convert_layout(numbers.reshape([64, GROUP]), OPERAND)
 
 
 @gluon.jit
-def _widened(first, second, meta, IS_FP8: gl.constexpr, OPERAND: gl.constexpr):
-    """Return `[64, 128]` numbers in bf16, without the scales that their sums get."""
+def _doubled(word):
+    """Return the lower half of words in both halves, a column."""
+    return ((word & 0xFFFF) * 0x00010001)[:, None]
+
+
+@gluon.jit
+def _power(word, SHIFT: gl.constexpr):
+    """Return a byte of words as exponents of bf16 in both halves, a column."""
+    return (((word >> SHIFT) & 0xFF) * 0x00800080)[:, None]
+
+
+@gluon.jit
+def _widened(first, second, words, KIND: gl.constexpr, OPERAND: gl.constexpr):
+    """Return eight `[64, 16]` of numbers in bf16, without the scales that their sums get."""
     w = _fragments(first, OPERAND)
-    if IS_FP8:
+    if KIND == "int4":
+        if len(words) == 1:
+            return gl.inline_asm_elementwise(
+                INT4_TEXT,
+                OPERANDS_OF_1,
+                [w, _doubled(words[0])],
+                dtype=EIGHT,
+                is_pure=True,
+                pack=2,
+            )
+        elif len(words) == 2:
+            return gl.inline_asm_elementwise(
+                INT4_TEXT_OF_2,
+                OPERANDS_OF_2,
+                [w, _doubled(words[0]), _doubled(words[1])],
+                dtype=EIGHT,
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            return gl.inline_asm_elementwise(
+                INT4_TEXT_OF_4,
+                OPERANDS_OF_4,
+                [
+                    w,
+                    _doubled(words[0]),
+                    _doubled(words[1]),
+                    _doubled(words[2]),
+                    _doubled(words[3]),
+                ],
+                dtype=EIGHT,
+                is_pure=True,
+                pack=2,
+            )
+    elif KIND == "mxfp4":
+        word = words[0]
+        return gl.inline_asm_elementwise(
+            MXFP4_TEXT,
+            OPERANDS_OF_4,
+            [w, _power(word, 0), _power(word, 8), _power(word, 16), _power(word, 24)],
+            dtype=EIGHT,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        IS_INTEGER: gl.constexpr = KIND == "int8" or KIND == "int8 by rows"
+        TEXT: gl.constexpr = INT8_TEXT if IS_INTEGER else FP8_TEXT
         v = _fragments(second, OPERAND)
         a = gl.inline_asm_elementwise(
-            FP8_TEXT, FP8_OPERANDS, [w], dtype=FOUR, is_pure=True, pack=2
+            TEXT, BYTES_OPERANDS, [w], dtype=FOUR, is_pure=True, pack=2
         )
         b = gl.inline_asm_elementwise(
-            FP8_TEXT, FP8_OPERANDS, [v], dtype=FOUR, is_pure=True, pack=2
+            TEXT, BYTES_OPERANDS, [v], dtype=FOUR, is_pure=True, pack=2
         )
-        return _joined(a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3], OPERAND)
-    else:
-        zero = ((meta & 0xFFFF) * 0x00010001)[:, None]
-        o = gl.inline_asm_elementwise(
-            INT4_TEXT, INT4_OPERANDS, [w, zero], dtype=EIGHT, is_pure=True, pack=2
-        )
-        return _joined(o[0], o[1], o[2], o[3], o[4], o[5], o[6], o[7], OPERAND)
+        return a + b
 
 
 @gluon.jit
-def _scale_of(meta, IS_HALF: gl.constexpr):
-    """Return the scales of outputs, which are the upper halves of words: fp16 or bf16."""
-    if IS_HALF:
-        scale = ((meta >> 16) & 0xFFFF).to(gl.int16)
+def _scale_of(word, KIND: gl.constexpr, IS_HALF: gl.constexpr):
+    """Return the scales of outputs: words in fp32, or their upper halves in fp16 or bf16."""
+    if KIND == "int8":
+        return word.to(gl.float32, bitcast=True)
+    elif IS_HALF:
+        scale = ((word >> 16) & 0xFFFF).to(gl.int16)
         return scale.to(gl.float16, bitcast=True).to(gl.float32)
     else:
-        return ((meta >> 16) << 16).to(gl.float32, bitcast=True)
+        return ((word >> 16) << 16).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _column(word, KIND: gl.constexpr, IS_HALF: gl.constexpr, SUMS: gl.constexpr):
+    """Return the scales of outputs as a column of their sums."""
+    scale = _scale_of(word, KIND, IS_HALF)
+    return gl.convert_layout(scale, gl.SliceLayout(1, SUMS))[:, None]
 
 
 @gluon.jit
 def _multiply(
-    GROUP: gl.constexpr,
+    PART: gl.constexpr,
     scale_ptr,
     out_ptr,
     sum_ptr,
@@ -134,6 +284,9 @@ def _multiply(
     steps_all,
     parts,
     KIND: gl.constexpr,
+    PIECES: gl.constexpr,
+    NUM_WORDS: gl.constexpr,
+    GROUP: gl.constexpr,
     IS_HALF: gl.constexpr,
     IS_SPREAD: gl.constexpr,
     ROWS: gl.constexpr,
@@ -145,8 +298,12 @@ def _multiply(
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
     STORED: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     OUTPUTS: gl.constexpr = gl.SliceLayout(1, OPERAND)
-    IS_FP8: gl.constexpr = KIND != "int4"
-    PIECES: gl.constexpr = 2 if IS_FP8 else 1
+    IS_CHAIN: gl.constexpr = (
+        KIND == "fp8 by rows" or KIND == "int8 by rows" or KIND == "mxfp4"
+    )
+    NUM_GROUPS: gl.constexpr = 128 // GROUP
+    # Groups are multiplied at once; sums of more rows would take too many registers.
+    IS_AHEAD: gl.constexpr = ROWS <= 16
     piece = gl.program_id(0)
     first_part = gl.program_id(1)
     last_part = first_part + 1
@@ -161,50 +318,71 @@ def _multiply(
         acc = gl.zeros([64, ROWS], gl.float32, SUMS)
         for step in range(start, end):
             stage = turn % STAGES
+            scale_of_step = 1.0
             if KIND == "fp8 in blocks":
-                scale = gl.load(scale_ptr + tile * steps_all + step)
+                scale_of_step = gl.load(scale_ptr + tile * steps_all + step)
             mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
-            slot = stage * 2 + GROUP
+            slot = stage * 2 + PART
             first = codes.index(slot * PIECES).load(STORED)
             second = first
-            if IS_FP8:
+            if PIECES == 2:
                 second = codes.index(slot * 2 + 1).load(STORED)
-            meta = gl.full([64], 0, gl.int32, OUTPUTS)
-            if not IS_FP8:
-                meta = metas.index(slot).reshape([64]).load(OUTPUTS)
-            weight = _widened(first, second, meta, IS_FP8, OPERAND)
-            x = x_tiles.index(stage).permute((1, 0))
-            if KIND == "fp8 by rows":
-                acc = warpgroup_mma(weight, x, acc, is_async=True)
+            words = ()
+            for number in gl.static_range(NUM_WORDS):
+                of = metas.index(slot * NUM_WORDS + number).reshape([64])
+                words = words + (of.load(OUTPUTS),)
+            weight = _widened(first, second, words, KIND, OPERAND)
+            if IS_CHAIN:
+                x = x_tiles.index(stage).permute((1, 0))
+                numbers = _joined(weight, 0, 128, OPERAND)
+                acc = warpgroup_mma(numbers, x, acc, is_async=True)
                 acc = warpgroup_mma_wait(0, deps=(acc,))
                 mbarrier.arrive(empty.index(stage), count=1)
             else:
-                sums = gl.zeros([64, ROWS], gl.float32, SUMS)
-                sums = warpgroup_mma(weight, x, sums, use_acc=False, is_async=True)
-                if KIND == "int4":
-                    scales = _scale_of(meta, IS_HALF)
-                    scale = gl.convert_layout(scales, gl.SliceLayout(1, SUMS))[:, None]
-                sums = warpgroup_mma_wait(0, deps=(sums,))
-                mbarrier.arrive(empty.index(stage), count=1)
-                acc = acc + sums * scale
+                sums = ()
+                for group in gl.static_range(NUM_GROUPS):
+                    x = x_tiles.index(stage * NUM_GROUPS + group).permute((1, 0))
+                    numbers = _joined(weight, group * GROUP // 16, GROUP, OPERAND)
+                    zeros = gl.zeros([64, ROWS], gl.float32, SUMS)
+                    own = warpgroup_mma(numbers, x, zeros, use_acc=False, is_async=True)
+                    if not IS_AHEAD:
+                        scale = scale_of_step
+                        if NUM_WORDS > 0:
+                            scale = _column(words[group], KIND, IS_HALF, SUMS)
+                        own = warpgroup_mma_wait(0, deps=(own,))
+                        if group == NUM_GROUPS - 1:
+                            mbarrier.arrive(empty.index(stage), count=1)
+                        acc = acc + own * scale
+                    sums = sums + (own,)
+                if IS_AHEAD:
+                    for group in gl.static_range(NUM_GROUPS):
+                        scale = scale_of_step
+                        if NUM_WORDS > 0:
+                            scale = _column(words[group], KIND, IS_HALF, SUMS)
+                        own = warpgroup_mma_wait(
+                            NUM_GROUPS - 1 - group, deps=(sums[group],)
+                        )
+                        if group == NUM_GROUPS - 1:
+                            mbarrier.arrive(empty.index(stage), count=1)
+                        acc = acc + own * scale
             turn += 1
         # The sum of parts begins with +0 in either way of adding them.
         total = total + acc
 
     n = gl.arange(0, 64, layout=gl.SliceLayout(1, SUMS))
     m = gl.arange(0, ROWS, layout=gl.SliceLayout(0, SUMS))
-    unit = tile * 2 + GROUP
+    unit = tile * 2 + PART
     if IS_SPREAD:
         cells = n[:, None] * ROWS + m[None, :]
         units = gl.num_programs(0) * 2
-        number = first_part * units + piece * 2 + GROUP
+        number = first_part * units + piece * 2 + PART
         gl.store(sum_ptr + number.to(gl.int64) * (64 * ROWS) + cells, total)
         sync_warpgroup()
-        counter = count_ptr + piece * 2 + GROUP
+        counter = count_ptr + piece * 2 + PART
         before = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
         if before == parts - 1:
             added = gl.zeros([64, ROWS], gl.float32, SUMS)
-            source = sum_ptr + (piece * 2 + GROUP).to(gl.int64) * (64 * ROWS) + cells
+            source = sum_ptr + (piece * 2 + PART).to(gl.int64) * (64 * ROWS) + cells
             for _ in range(parts):
                 added += gl.load(source, cache_modifier=".cg")
                 source += units.to(gl.int64) * (64 * ROWS)
@@ -219,7 +397,7 @@ def _multiply(
 @gluon.jit
 def _store(total, scale_ptr, out_ptr, unit, n, row, rows, columns, KIND: gl.constexpr):
     column = unit * 64 + n
-    if KIND == "fp8 by rows":
+    if KIND == "fp8 by rows" or KIND == "int8 by rows":
         total = total * gl.load(scale_ptr + column)[:, None]
     is_live = (column < columns)[:, None] & (row < rows)[None, :]
     target = out_ptr + row.to(gl.int64)[None, :] * columns + column[:, None]
@@ -240,13 +418,15 @@ def _fill(
     first_row,
     steps_all,
     parts,
-    IS_FP8: gl.constexpr,
+    PIECES: gl.constexpr,
+    NUM_WORDS: gl.constexpr,
+    PANEL: gl.constexpr,
     IS_SPREAD: gl.constexpr,
     ROWS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    PIECES: gl.constexpr = 2 if IS_FP8 else 1
-    BYTES: gl.constexpr = 2 * (PIECES * 4096 + (0 if IS_FP8 else 256)) + ROWS * 256
+    BYTES: gl.constexpr = 2 * (PIECES * 4096 + NUM_WORDS * 256) + ROWS * 256
+    PANELS: gl.constexpr = 128 // PANEL
     part = gl.program_id(1)
     start = steps_all * part // parts
     end = steps_all * (part + 1) // parts
@@ -269,16 +449,19 @@ def _fill(
                     barrier,
                     codes.index(slot * PIECES + piece),
                 )
-            if not IS_FP8:
+            for word in gl.static_range(NUM_WORDS):
                 tma.async_copy_global_to_shared(
-                    meta_desc, [number, 0], barrier, metas.index(slot)
+                    meta_desc,
+                    [number * NUM_WORDS + word, 0],
+                    barrier,
+                    metas.index(slot * NUM_WORDS + word),
                 )
-        for half in gl.static_range(2):
+        for panel in gl.static_range(PANELS):
             tma.async_copy_global_to_shared(
                 x_desc,
-                [first_row, step * 128 + half * 64],
+                [first_row, step * 128 + panel * PANEL],
                 barrier,
-                x_panels.index(stage * 2 + half),
+                x_panels.index(stage * PANELS + panel),
             )
 
 
@@ -296,14 +479,16 @@ def streaming_kernel(
     steps_all,
     parts,
     KIND: gl.constexpr,
+    PIECES: gl.constexpr,
+    NUM_WORDS: gl.constexpr,
+    GROUP: gl.constexpr,
     IS_HALF: gl.constexpr,
     IS_SPREAD: gl.constexpr,
     ROWS: gl.constexpr,
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    IS_FP8: gl.constexpr = KIND != "int4"
-    PIECES: gl.constexpr = 2 if IS_FP8 else 1
+    PANEL: gl.constexpr = 64 if GROUP == 128 else GROUP
     tiles_m = (rows + ROWS - 1) // ROWS
     tile = gl.program_id(0) // tiles_m
     first_row = gl.program_id(0) % tiles_m * ROWS
@@ -311,15 +496,20 @@ def streaming_kernel(
         swizzle_byte_width=128, element_bitwidth=32, rank=2
     )
     VALUES: gl.constexpr = gl.NVMMASharedLayout(
-        swizzle_byte_width=128, element_bitwidth=16, rank=2
+        swizzle_byte_width=2 * PANEL, element_bitwidth=16, rank=2
     )
     codes = gl.allocate_shared_memory(gl.int32, [STAGES * 2 * PIECES, 32, 32], WORDS)
-    x_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, 128], VALUES)
-    x_panels = x_tiles._reinterpret(gl.bfloat16, [STAGES * 2, ROWS, 64], VALUES)
+    NUM_GROUPS: gl.constexpr = 128 // GROUP
+    x_tiles = gl.allocate_shared_memory(
+        gl.bfloat16, [STAGES * NUM_GROUPS, ROWS, GROUP], VALUES
+    )
+    x_panels = x_tiles
+    if GROUP == 128:
+        x_panels = x_tiles._reinterpret(gl.bfloat16, [STAGES * 2, ROWS, 64], VALUES)
     metas = codes
-    if not IS_FP8:
+    if NUM_WORDS > 0:
         metas = gl.allocate_shared_memory(
-            gl.int32, [STAGES * 2, 1, 64], meta_desc.layout
+            gl.int32, [STAGES * 2 * NUM_WORDS, 1, 64], meta_desc.layout
         )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -351,6 +541,9 @@ def streaming_kernel(
                     steps_all,
                     parts,
                     KIND,
+                    PIECES,
+                    NUM_WORDS,
+                    GROUP,
                     IS_HALF,
                     IS_SPREAD,
                     ROWS,
@@ -377,6 +570,9 @@ def streaming_kernel(
                     steps_all,
                     parts,
                     KIND,
+                    PIECES,
+                    NUM_WORDS,
+                    GROUP,
                     IS_HALF,
                     IS_SPREAD,
                     ROWS,
@@ -398,7 +594,9 @@ def streaming_kernel(
                     first_row,
                     steps_all,
                     parts,
-                    IS_FP8,
+                    PIECES,
+                    NUM_WORDS,
+                    PANEL,
                     IS_SPREAD,
                     ROWS,
                     STAGES,

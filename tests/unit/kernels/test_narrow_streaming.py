@@ -1,4 +1,4 @@
-"""Weights of four bits and FP8 on compute capability 9.0: their packing, plans and proof."""
+"""Weights of four and eight bits on compute capability 9.0: their packing, plans and proof."""
 
 import json
 import re
@@ -16,7 +16,6 @@ from baton.kernels.hopper.narrow.narrow_proof import (
     COUNTS,
     NarrowTrial,
     missing_for,
-    numbers_of,
 )
 from baton.kernels.hopper.narrow.packing import PackedWeight, packed_weight
 from baton.kernels.hopper.narrow.product import (
@@ -78,8 +77,7 @@ def interpreted(text: str, inputs: Mapping[str, Words], outputs: int) -> list[Wo
 
 def read(packed: PackedWeight) -> Tensor:
     """Return the numbers that a warpgroup multiplies, times what scales its sums."""
-    is_fp8 = packed.kind != streaming.INT4
-    pieces = 2 if is_fp8 else 1
+    pieces = streaming.FORMATS[packed.kind].bits // 4
     steps = packed.steps
     units = packed.tiles * 2
     words = packed.codes.numpy().view(np.uint32)
@@ -88,33 +86,60 @@ def read(packed: PackedWeight) -> Tensor:
     words = words.transpose(0, 1, 2, 4, 7, 5, 3, 6, 8)
     words = words.reshape(units, steps, pieces, 64, 8, 2)
     numbers = np.zeros((units, 64, steps, 128), np.float64)
+    meta = None
+    if packed.meta is not None:
+        meta = packed.meta.numpy().view(np.uint32)
+        meta = meta.reshape(units, steps, packed.words, 64, 1)
     for piece in range(pieces):
         low, high = (np.ascontiguousarray(words[:, :, piece, ..., i]) for i in (0, 1))
-        if is_fp8:
-            text = str(streaming.FP8_TEXT.value)
-            quarters = interpreted(text, {"$4": low, "$5": high}, 4)
-        else:
-            assert packed.meta is not None
-            meta = packed.meta.numpy().view(np.uint32).reshape(units, steps, 64, 1)
-            zero = (meta & np.uint32(0xFFFF)) * np.uint32(0x00010001)
-            inputs = {"$8": low, "$9": high, "$10": zero}
-            quarters = interpreted(str(streaming.INT4_TEXT.value), inputs, 8)
+        quarters = widened(packed.kind, low, high, meta)
         for quarter, words_of in enumerate(quarters):
             part = pairs(words_of).reshape(units, steps, 64, 16).transpose(0, 2, 1, 3)
-            start = (quarter + 4 * piece if is_fp8 else quarter) * 16
+            start = (quarter + 4 * piece) * 16
             numbers[..., start : start + 16] = part
     return torch.from_numpy(numbers * scales_of(packed, units)).reshape(units * 64, -1)
 
 
+def widened(kind: str, low: Words, high: Words, meta: Words | None) -> list[Words]:
+    """Return four or eight pairs by the kernel's instructions."""
+    if kind in {streaming.INT4, streaming.MXFP4}:
+        assert meta is not None
+        inputs = {"$8": low, "$9": high}
+        if kind == streaming.INT4:
+            texts = {
+                1: streaming.INT4_TEXT,
+                2: streaming.INT4_TEXT_OF_2,
+                4: streaming.INT4_TEXT_OF_4,
+            }
+            text = texts[meta.shape[2]]
+            operands = (meta & np.uint32(0xFFFF)) * np.uint32(0x00010001)
+        else:
+            text = streaming.MXFP4_TEXT
+            shifts = np.array([0, 8, 16, 24], np.uint32).reshape(4, 1, 1)
+            operands = ((meta >> shifts) & np.uint32(0xFF)) * np.uint32(0x00800080)
+        for number in range(operands.shape[2]):
+            inputs[f"${10 + 2 * number}"] = operands[:, :, number]
+        return interpreted(str(text.value), inputs, 8)
+    is_fp8 = kind in {streaming.FP8_BLOCKS, streaming.FP8_ROWS}
+    text = streaming.FP8_TEXT if is_fp8 else streaming.INT8_TEXT
+    return interpreted(str(text.value), {"$4": low, "$5": high}, 4)
+
+
 def scales_of(packed: PackedWeight, units: int) -> NDArray[np.float64]:
-    """Return scales `[units, 64, steps, 1]`."""
+    """Return scales `[units, 64, steps, 128]`, or ones that broadcast to it."""
+    if packed.kind == streaming.MXFP4:
+        return np.ones((1, 1, 1, 1))
     if packed.meta is not None:
-        dtype = torch.float16 if packed.is_half else torch.bfloat16
-        upper = (packed.meta >> 16).to(torch.int16).view(dtype).double()
-        return upper.view(units, packed.steps, 64).transpose(1, 2)[..., None].numpy()
+        if packed.kind == streaming.INT8:
+            scales = packed.meta.view(torch.float32).double()
+        else:
+            dtype = torch.float16 if packed.is_half else torch.bfloat16
+            scales = (packed.meta >> 16).to(torch.int16).view(dtype).double()
+        scales = scales.view(units, packed.steps, packed.words, 64).permute(0, 3, 1, 2)
+        return scales.repeat_interleave(packed.group, 3).numpy()
     assert packed.scales is not None
     scales = packed.scales.double()
-    if packed.kind == streaming.FP8_ROWS:
+    if packed.kind in {streaming.FP8_ROWS, streaming.INT8_ROWS}:
         return scales.view(units, 64, 1, 1).numpy()
     return scales.repeat_interleave(2, 0)[:, None, :, None].numpy()
 
@@ -128,17 +153,17 @@ def test_packed_codes_are_read_as_the_numbers_that_they_stand_for(kind, shape):
     packed = packed_weight(weight, CPU)
     assert packed is not None
     numbers = read(packed)
-    assert torch.equal(numbers[:outputs, :inputs], numbers_of(weight))
+    assert torch.equal(numbers[:outputs, :inputs], weight.values(dtype=torch.float64))
     assert torch.isfinite(numbers).all()
     assert (packed.kind == "int4") == kind.startswith("int4")
-    assert packed.is_half == (kind == "int4 fp16")
+    assert packed.is_half == (kind.startswith("int4") and kind != "int4 bf16")
 
 
 def test_all_codes_are_among_those_that_are_tried():
-    int4 = weight_of("int4 fp16", 256, 512)
-    fp8 = weight_of("fp8 by rows", 256, 512)
-    assert len(int4.codes.unique()) == 16
-    assert len(fp8.codes.view(torch.uint8).unique()) == 254
+    every = {"int4 fp16": 16, "mxfp4": 16, "int8 by rows": 256, "fp8 by rows": 254}
+    for kind, count in every.items():
+        codes = weight_of(kind, 256, 512).codes
+        assert len(codes.view(torch.uint8).unique()) == count
 
 
 def test_weights_whose_scales_or_groups_do_not_fit_are_not_packed():
@@ -150,10 +175,15 @@ def test_weights_whose_scales_or_groups_do_not_fit_are_not_packed():
     apart = ones.clone()
     apart[64:] = 2
     short = torch.ones(128, 4), torch.zeros(128, 4, dtype=torch.int32), 64
+    shorter = torch.ones(128, 16), torch.zeros(128, 16, dtype=torch.int32), 16
     for weight in (
         NarrowWeight(codes, odd, zeros, 128),
         NarrowWeight(codes, ones, zeros + 128, 128),
-        NarrowWeight(codes, *short),
+        NarrowWeight(codes, *shorter),
+        NarrowWeight(codes.view(torch.int8), *shorter),
+        NarrowWeight(codes, *shorter, is_fp4=True),
+        NarrowWeight(codes, 1.5 * short[0], *short[1:], is_fp4=True),
+        NarrowWeight(codes, 4 * short[0], *short[1:], is_fp4=True),
         NarrowWeight(fp8, *short),
         NarrowWeight(fp8, apart, zeros, 128),
         NarrowWeight(codes[:124], ones[:124], zeros[:124], 128),
@@ -165,7 +195,7 @@ def test_weights_whose_scales_or_groups_do_not_fit_are_not_packed():
         whole = NarrowWeight(codes, scales, zeros[:, :1], 256)
         packed = packed_weight(whole, CPU)
         assert packed is not None
-        assert torch.equal(read(packed), numbers_of(whole))
+        assert torch.equal(read(packed), whole.values(dtype=torch.float64))
 
 
 @pytest.mark.parametrize("kind", ["int4 fp16", "fp8 in blocks"])
@@ -232,7 +262,7 @@ class Described:
         self.tensor = tensor
 
 
-@pytest.mark.parametrize("kind", ["int4 fp16", "fp8 by rows"])
+@pytest.mark.parametrize("kind", ["int4 in groups of 32", "fp8 by rows"])
 @pytest.mark.parametrize("shape", [(200, 2048), (264, 328)])
 def test_a_launch_computes_every_number_once(kind, shape, monkeypatch):
     """In the plan of its rows, and in plans of more, as proofs and warm-up take them."""
@@ -252,7 +282,7 @@ def test_a_launch_computes_every_number_once(kind, shape, monkeypatch):
     monkeypatch.setattr(product, "_words", describe)
     monkeypatch.setattr(product, "_metas", lambda *_: None)
     monkeypatch.setattr(product, "_values", describe)
-    numbers = numbers_of(weight)
+    numbers = weight.values(dtype=torch.float64)
     for rows, planned in (
         (1, 1),
         (7, 128),
@@ -289,7 +319,7 @@ def trial(stand_in: type[StandIn]) -> str:
     weight = weight_of("int4 fp16", 72, 256)
     packed = packed_weight(weight, CPU)
     assert packed is not None
-    NUMBERS[:] = [numbers_of(weight)]
+    NUMBERS[:] = [weight.values(dtype=torch.float64)]
     counts = torch.zeros(4, dtype=torch.int32)
     return NarrowTrial(weight, stand_in(packed, counts)).fault()
 
@@ -343,7 +373,7 @@ def test_a_model_is_told_what_it_lacks(monkeypatch):
     assert missing_for(shapes, (9, 0)) == ""
     assert "capability" in missing_for(shapes, (8, 9))
     plain = ModelShapes(((128, 128),), 4, 4, 32, 16)
-    assert "four bits or FP8" in missing_for(plain, (9, 0))
+    assert "four or eight bits" in missing_for(plain, (9, 0))
     tried: list[tuple[int, ...]] = []
     monkeypatch.setattr(
         narrow_proof, "fault_of", lambda weight, _: tried.append(weight.codes.shape)
@@ -360,7 +390,7 @@ def test_a_model_is_told_what_it_lacks(monkeypatch):
 )
 def test_the_kernel_compiles_for_hopper(rows, tmp_path):
     """Two programs on a multiprocessor spill a few bytes in tiles of 64, as on the card."""
-    kinds = KINDS[:3] if rows == 8 else KINDS
+    kinds = ("int4 fp16", "int4 in groups of 32", "mxfp4") if rows == 8 else KINDS
     lines = said_by(
         "tests.support.compile_narrow",
         str(rows),

@@ -17,7 +17,7 @@ from baton.model.config.decoder_config import read_decoder_config
 from baton.model.loading import decoder_loading as loading
 from baton.model.loading.weights import Checkpoint
 from baton.model.runner.compute_digest import compute_path, is_batch_invariant
-from baton.model.runner.device_kernels import narrow_kind
+from baton.model.runner.device_kernels import narrow_codes
 from baton.model.runner.rank import plan_rank
 from baton.model.tensor_parallel import SharedMemoryRanks, SingleRank
 from baton.protocol.errors import ConfigError
@@ -160,10 +160,15 @@ def test_four_bits_are_kept_where_the_kernels_read_them(name):
     assert (split - found[0]).norm() < 0.05 * split.norm()
 
 
+NARROW = ("awq", "fp8 by channel", "int8 by channel", "packed by channel", "mxfp4")
+
+
+@pytest.mark.parametrize("is_read", [True, False])
 @pytest.mark.parametrize(
-    ("name", "is_moe"), [("awq", False), ("awq", True), ("fp8 by channel", False)]
+    ("name", "is_moe"), [("awq", True), *((name, False) for name in NARROW)]
 )
-def test_a_gpu_gets_narrow_weights_of_dense_layers(name, is_moe, monkeypatch):
+def test_a_gpu_gets_narrow_weights_of_dense_layers(name, is_moe, is_read, monkeypatch):
+    """Those that its kernels do not read are widened."""
     asked: list[torch.Size] = []
 
     class Widened:
@@ -172,11 +177,11 @@ def test_a_gpu_gets_narrow_weights_of_dense_layers(name, is_moe, monkeypatch):
         def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             return torch.nn.functional.linear(x, weight)
 
-    def widened(weight: NarrowWeight, _: torch.device) -> tuple[torch.Tensor, Widened]:
+    def widened(
+        weight: NarrowWeight, _: torch.device
+    ) -> tuple[torch.Tensor, Widened] | None:
         asked.append(weight.codes.shape)
-        of = torch.arange(weight.codes.shape[1]) // weight.group
-        values = (weight.codes.float() - weight.zeros[:, of]) * weight.scales[:, of]
-        return values, Widened()
+        return (weight.values(), Widened()) if is_read else None
 
     monkeypatch.setattr(loading, "linears_for", lambda *_: None)  # as on a GPU
     place = loading.RankDevice(
@@ -195,13 +200,32 @@ def test_a_gpu_gets_narrow_weights_of_dense_layers(name, is_moe, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [("awq", "int4"), ("fp8 by channel", "fp8"), ("fp8 by block", "fp8")],
+    ("name", "codes"),
+    [
+        ("awq", ("int4", 32)),
+        ("fp8 by channel", ("fp8", 0)),
+        ("fp8 by block", ("fp8", 48)),
+        ("int8 by channel", ("int8", 0)),
+        ("gptq v2 in eight bits", ("int8", 32)),
+        ("mxfp4", ("fp4", 32)),
+        ("nvfp4", ("", 0)),
+        ("bnb nf4", ("", 0)),
+    ],
 )
-def test_a_gpu_is_told_which_weights_it_may_keep_narrow(name, kind):
+def test_a_gpu_is_told_which_weights_it_may_keep_narrow(name, codes):
     ours, plain = quantized(model(), name)
-    assert narrow_kind(read_decoder_config(ours)) == kind
-    assert narrow_kind(read_decoder_config(plain)) == ""
+    assert narrow_codes(read_decoder_config(ours)) == codes
+    assert narrow_codes(read_decoder_config(plain)) == ("", 0)
+
+
+def test_eight_bits_without_a_common_zero_are_widened(monkeypatch):
+    ours, _ = quantized(model(), "gptq v2 in eight bits")
+    monkeypatch.setattr(loading, "linears_for", lambda *_: None)
+    place = loading.RankDevice(
+        torch.float32, torch.device("cpu"), narrow=lambda *_: pytest.fail("it is asked")
+    )
+    config = read_decoder_config(ours)
+    loading.load_decoder(config, Checkpoint(ours), SingleRank(), place, no_progress)
 
 
 @pytest.mark.parametrize(

@@ -92,8 +92,8 @@ def test_weights_are_streamed_where_that_is_proven_and_widened_where_they_do_not
     plan = dataclasses.replace(plan_rank(config_for("auto"), 1), dtype=torch.bfloat16)
     codes = torch.zeros(128, 256, dtype=torch.uint8)
     weights = [
-        NarrowWeight(codes, torch.ones(128, n), torch.ones(128, n).int(), 256 // n)
-        for n in (2, 8)
+        NarrowWeight(codes, scale * torch.ones(128, 2), torch.ones(128, 2).int(), 128)
+        for scale in (1.0, 1 + 2**-20)
     ]
     for proven, trials in (
         (frozenset({NARROW}), [b"streamed", b"narrow"]),
