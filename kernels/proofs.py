@@ -17,6 +17,15 @@ import msgspec
 from baton.runtime.process import die_with_parent
 
 
+class NarrowExperts(msgspec.Struct, frozen=True):
+    """The experts of a layer whose codes may be kept, as they are on one rank."""
+
+    num_experts: int
+    linears: tuple[tuple[int, int], ...]  # outputs and inputs of each kind of layer
+    codes: str  # as `ModelShapes.narrow`
+    group: int
+
+
 class ModelShapes(msgspec.Struct, frozen=True):
     """What of a model decides which kernels can compute it. All numbers are those of one rank."""
 
@@ -34,6 +43,7 @@ class ModelShapes(msgspec.Struct, frozen=True):
     is_latent: bool = False
     narrow: str = ""  # int4, int8, fp4 or fp8: what layers may keep
     narrow_group: int = 0  # inputs that share a scale; 0: all
+    narrow_experts: NarrowExperts | None = None
     max_model_len: int = 0
 
 
@@ -77,12 +87,15 @@ PREFILL = "hopper-prefill"
 ONE_ORDER = "hopper-one-order"
 # Products with weights of four and eight bits.
 NARROW = "hopper-narrow-products"
+# The same of experts.
+NARROW_EXPERTS = "hopper-narrow-experts"
 
 CANDIDATES = (
     Candidate(PRODUCTS, "baton.kernels.hopper.products.product_proof"),
     Candidate(PREFILL, "baton.kernels.hopper.attention.prefill_proof"),
     Candidate(ONE_ORDER, "baton.kernels.hopper.attention.one_order_proof"),
     Candidate(NARROW, "baton.kernels.hopper.narrow.narrow_proof"),
+    Candidate(NARROW_EXPERTS, "baton.kernels.hopper.narrow.expert_proof"),
 )
 
 

@@ -27,6 +27,7 @@ from baton.model.loading.weights import (
     Checkpoint,
     in_order,
     joined,
+    mxfp4,
     narrow_bytes,
     narrow_fp4,
     of_codebook,
@@ -58,6 +59,11 @@ class NarrowLinear(Protocol):
 
 # Packs a weight on a device and returns the product with it; None for one that it cannot read.
 PackNarrow = Callable[[NarrowWeight, torch.device], tuple[Tensor, NarrowLinear] | None]
+# Packs the weights of experts, to whose products biases may be added. It is as `PackNarrow`.
+PackExperts = Callable[
+    [Sequence[NarrowWeight], torch.device, Tensor | None],
+    tuple[Tensor, GroupedProduct] | None,
+]
 
 
 class RankDevice(NamedTuple):
@@ -73,6 +79,7 @@ class RankDevice(NamedTuple):
     narrow: PackNarrow | None = None  # for weights of four and eight bits on a GPU
     # Takes the place of `ordered` for weights with which it keeps bits.
     library: Product | None = None
+    narrow_experts: PackExperts | None = None  # as `narrow`, for experts
 
 
 class LinearMaker(Protocol):
@@ -116,6 +123,7 @@ class LayerWeights:
         self.device = place.device
         self.grouped_product = place.grouped
         self.narrow = place.narrow
+        self.narrow_experts = place.narrow_experts
         self.expert_loras: list[Lora] = []
 
     def columns(
@@ -166,7 +174,8 @@ class LayerWeights:
         if isinstance(self.linears, HostLinears):
             keeps = self.linears.takes_narrow
         else:
-            keeps = self.narrow is not None and not is_expert
+            pack = self.narrow_experts if is_expert else self.narrow
+            keeps = pack is not None
         parts = zip(names, rows, strict=True)
         if (
             keeps
@@ -188,8 +197,19 @@ class LayerWeights:
         assert self.grouped_product is not None, (
             "a rank on a GPU has the experts' kernel"
         )
-        wide = [weight for weight in weights if isinstance(weight, Tensor)]
+        every = list(weights)
+        narrow = [weight for weight in every if isinstance(weight, NarrowWeight)]
+        if self.narrow_experts is not None and len(narrow) == len(every):
+            made = self.narrow_experts(narrow, self.device, biases)
+            if made is not None:
+                return StackedExperts(*made, biases)
+        wide = [self._widened(weight) for weight in every]
         return StackedExperts(torch.stack(wide), self.grouped_product, biases)
+
+    def _widened(self, weight: AnyWeight) -> Tensor:
+        if isinstance(weight, Tensor):
+            return weight
+        return weight.values().to(self.device, self.dtype)
 
     def linear(
         self, weight: AnyWeight, bias: Tensor | None = None, *, is_head: bool = False
@@ -201,7 +221,7 @@ class LayerWeights:
             if (made := self.narrow(weight, self.device)) is not None:
                 packed, product = made
                 return Linear(packed, bias, ordered=product, trial=product.trial)
-            weight = weight.values().to(self.device, self.dtype)
+            weight = self._widened(weight)
         if self.linears is None:
             return Linear(weight, bias)
         max_rows = MAX_HEAD_ROWS if is_head else None
@@ -299,6 +319,17 @@ class LayerWeights:
         ):
             whole = narrow_bytes(read(weight), self._scales(how, weight), how.block)
         return whole and part_of(whole, rows, columns or slice(0, inputs))
+
+    def narrow_item(self, name: str, item: int) -> NarrowWeight | None:
+        """Return an expert `[outputs, inputs]` of a tensor in MXFP4; None if it is to be read."""
+        is_packed = self.checkpoint.dtype_of(name + "_blocks")
+        if self.narrow_experts is None or not is_packed:
+            return None
+        blocks, scales = (
+            self.checkpoint.read(name + end, item=item)
+            for end in ("_blocks", "_scales")
+        )
+        return mxfp4(blocks.flatten(1), scales, 2 * blocks.shape[-1])
 
     def expert_lora(self, sites: Sequence[LoraSite]) -> Lora | None:
         """Return what adapters add to one layer of each expert; None if they change none."""

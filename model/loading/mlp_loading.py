@@ -19,6 +19,7 @@ from baton.model.layers.mlp import (
 )
 from baton.model.loading.adapters import LoraSite
 from baton.model.loading.layer_weights import AnyWeight, LayerWeights
+from baton.model.loading.weights import part_of
 from baton.protocol.errors import ConfigError
 
 
@@ -135,6 +136,9 @@ class MlpLoader:
         name = tensors.stacked_gate_up
         own = share(width, self.ranks.rank, self.ranks.size)
         if tensors.names.is_interleaved:
+            if (narrow := self.weights.narrow_item(name, number)) is not None:
+                rows = torch.arange(2 * width).view(width, 2)[own].T.flatten()
+                return part_of(narrow, rows, slice(0, tensors.hidden))
             return deinterleaved(self.read(name, item=number), own).T.contiguous()
         parts = own, slice(width + own.start, width + own.stop)
         if tensors.layout == "transposed":
@@ -152,6 +156,8 @@ class MlpLoader:
         own = share(tensors.width, self.ranks.rank, self.ranks.size)
         name = tensors.stacked_down
         if tensors.names.is_interleaved:
+            if (narrow := self.weights.narrow_item(name, number)) is not None:
+                return part_of(narrow, slice(0, tensors.hidden), own)
             return self.read(name, rows=own, item=number).T.contiguous()
         if tensors.layout == "transposed":
             return self.read(name, rows=own, item=number).T.contiguous()

@@ -14,6 +14,7 @@ from baton.kernels.proofs import (
     PRODUCTS,
     Candidate,
     ModelShapes,
+    NarrowExperts,
     Proof,
     ProofRequest,
     possible,
@@ -133,6 +134,7 @@ def shapes_of(
         is_latent=decoder.latent is not None,
         narrow=narrow,
         narrow_group=narrow_group,
+        narrow_experts=narrow_experts(decoder, num_ranks),
         max_model_len=max_model_len,
     )
 
@@ -143,6 +145,24 @@ def narrow_codes(decoder: DecoderConfig) -> tuple[str, int]:
         return "", 0
     kinds = map(_codes_of, decoder.quantization.formats)
     return next((kind for kind in kinds if kind[0]), ("", 0))
+
+
+def narrow_experts(decoder: DecoderConfig, num_ranks: int) -> NarrowExperts | None:
+    """Return the experts of a rank whose codes may be kept; None if there are none."""
+    experts = decoder.experts
+    if experts is None or decoder.quantization is None:
+        return None
+    codes, group = narrow_codes(decoder)
+    packings = [how.packing for how in decoder.quantization.formats]
+    if any(packing is not None and packing.form == "mxfp4" for packing in packings):
+        codes, group = "fp4", 32
+    if not codes:
+        return None
+    hidden = experts.latent_size or decoder.hidden_size
+    width = experts.moe_intermediate_size // num_ranks
+    num_inner = width if decoder.layers.gate is None else 2 * width
+    linears = (num_inner, hidden), (hidden, width)
+    return NarrowExperts(experts.num_experts, linears, codes, group)
 
 
 def _codes_of(how: WeightFormat) -> tuple[str, int]:

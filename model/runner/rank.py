@@ -17,7 +17,7 @@ from torch import Tensor
 
 from baton.kernels.cpu.functions import CpuLinears, CpuSampler
 from baton.kernels.cpu.library import CpuLibrary, has_bf16_tiles
-from baton.kernels.proofs import NARROW, PRODUCTS
+from baton.kernels.proofs import NARROW, NARROW_EXPERTS, PRODUCTS
 from baton.kernels.reference import NarrowWeight
 from baton.kv_transfer.agent import TransferAgent, make_port
 from baton.kv_transfer.interfaces import PoolMemory
@@ -56,6 +56,7 @@ from baton.model.loading.decoder_loading import check_split, load_decoder, local
 from baton.model.loading.draft_loading import load_draft_head
 from baton.model.loading.layer_weights import (
     NarrowLinear,
+    PackExperts,
     PackNarrow,
     RankDevice,
     linears_for,
@@ -432,6 +433,7 @@ def load_runner(
         _grouped_product(plan),
         _narrow_product(plan, kernels),
         _examined_library(plan),
+        _narrow_experts(plan, kernels),
     )
     decoder: StepDecoder
     draft_head = None
@@ -550,6 +552,14 @@ def _narrow_product(plan: RankPlan, kernels: DeviceKernels) -> PackNarrow | None
         return streamed(weight, device) or packed(weight, device)
 
     return streamed_or_widened
+
+
+def _narrow_experts(plan: RankPlan, kernels: DeviceKernels) -> PackExperts | None:
+    if plan.device.type != "cuda" or NARROW_EXPERTS not in kernels.proven:
+        return None
+    from baton.kernels.hopper.narrow.product import streamed_experts
+
+    return streamed_experts
 
 
 def _on_gpu(

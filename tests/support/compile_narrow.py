@@ -1,6 +1,7 @@
 """A process that compiles products with narrow weights for compute capability 9.0, without a GPU.
 
-Its arguments are a number of rows and kinds of weights. Writes one JSON list.
+Its arguments are "dense" or "experts", a number of rows, of each expert if there are any, and kinds
+of weights. Writes one JSON list.
 """
 
 import sys
@@ -10,7 +11,7 @@ import msgspec
 import torch
 
 from baton.kernels.hopper.narrow.narrow_proof import weights_of
-from baton.kernels.hopper.narrow.product import streamed
+from baton.kernels.hopper.narrow.product import streamed, streamed_experts
 from baton.kernels.reference import NarrowWeight
 from tests.support.compile_products import Report, report, without_gpu
 
@@ -29,13 +30,15 @@ KINDS = {
     "mxfp4": ("fp4", 32, 0),
 }
 OUTPUTS, INPUTS = 512, 2048
+EXPERTS = 32
 
 
 def main() -> None:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message="AnnAssign", category=DeprecationWarning)
-    rows = int(sys.argv[1])
-    reports = [of_kind(kind, rows) for kind in sys.argv[2:]]
+    of = {"dense": of_kind, "experts": of_experts}[sys.argv[1]]
+    rows = int(sys.argv[2])
+    reports = [of(kind, rows) for kind in sys.argv[3:]]
     print(msgspec.json.encode(reports).decode())
 
 
@@ -51,6 +54,19 @@ def of_kind(kind: str, rows: int) -> Report:
     codes, product = made
     x = torch.zeros(rows, INPUTS, dtype=torch.bfloat16)
     (kernel,) = without_gpu(lambda: product(x, codes))
+    shared_bytes = kernel.metadata.shared
+    return report("streaming_kernel", kernel.asm["cubin"], shared_bytes, kind)
+
+
+def of_experts(kind: str, rows: int) -> Report:
+    weights = [weight_of(kind, 128, INPUTS)] * EXPERTS
+    made = streamed_experts(weights, torch.device("cpu"))
+    assert made is not None
+    codes, product = made
+    x = torch.zeros(EXPERTS * rows, INPUTS, dtype=torch.bfloat16)
+    ends = torch.zeros(EXPERTS, dtype=torch.int32)
+    biases = torch.zeros(EXPERTS, 128, dtype=torch.bfloat16)
+    (kernel,) = without_gpu(lambda: product(x, codes, ends, biases))
     shared_bytes = kernel.metadata.shared
     return report("streaming_kernel", kernel.asm["cubin"], shared_bytes, kind)
 

@@ -11,8 +11,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.support.checkpoints import scratch_folder
+from tests.support.foreign_checkpoints import changed
 
 FP8 = torch.float8_e4m3fn
 BLOCK = (32, 48)
@@ -403,3 +405,28 @@ def words(numbers: Tensor, bits: int, order: tuple[int, ...] | None = None) -> T
             word = sum(part[place] << (bits * i) for i, place in enumerate(places))
             found.append(word - (1 << 32) if word >> 31 else word)
     return torch.tensor(found, dtype=torch.int32).view(len(numbers), -1)
+
+
+def experts_in_mxfp4(folder: Path) -> tuple[Path, Path]:
+    """Return a gpt-oss whose experts are in MXFP4, and one with the numbers that they stand for."""
+    config = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    packed = changed(folder, "gpt_oss", quantization_config=config)
+    plain = changed(folder / "plain", "gpt_oss")
+    tensors = load_file(packed / "model.safetensors")
+    stored = dict(tensors)
+    numbers = dict(tensors)
+    generator = torch.Generator().manual_seed(3)
+    for name in tensors:
+        if name.endswith("_proj"):
+            experts, inputs, outputs = stored.pop(name).shape
+            size = experts, outputs, inputs // 32
+            blocks = torch.randint(256, (*size, 16), generator=generator).byte()
+            scales = torch.randint(122, 126, size, generator=generator).byte()
+            stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            numbers[name] = convert_moe_packed_tensors(
+                blocks, scales, dtype=torch.float32
+            )
+            numbers[name] = numbers[name].contiguous()
+    save_file(stored, packed / "model.safetensors")
+    save_file(numbers, plain / "model.safetensors")
+    return packed, plain

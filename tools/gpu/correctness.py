@@ -20,7 +20,14 @@ from baton.kernels.cuda.fixed_product import fixed_product, has_warpgroup_produc
 from baton.kernels.cuda.pool_writes import move_blocks, rope_and_store
 from baton.kernels.cuda.prefill_attention import paged_prefill_attention
 from baton.kernels.hopper.products.product import load_product
-from baton.kernels.proofs import Candidate, ModelShapes, ProofRequest, possible, prove
+from baton.kernels.proofs import (
+    Candidate,
+    ModelShapes,
+    NarrowExperts,
+    ProofRequest,
+    possible,
+    prove,
+)
 from baton.model.batch_invariance.device_linears import keeps_bits
 from baton.model.layers.linear import Product
 from baton.model.runner.cuda_start import keep_sums_whole
@@ -48,6 +55,9 @@ SHAPES = ModelShapes(
     BLOCK_SIZES[0],
     scale=QWEN3_8B.head_dim**-0.5,
     narrow="int4",
+    narrow_group=128,
+    # Those of Qwen3-30B-A3B.
+    narrow_experts=NarrowExperts(128, ((1536, 2048), (2048, 768)), "int4", 128),
     max_model_len=40_960,
 )
 

@@ -6,7 +6,8 @@ of a warpgroup hold the first operand of a product, so that they load 16 bytes a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +47,7 @@ class PackedWeight:
 
     kind: str
     codes: Tensor  # int32 [tiles, 32], of 4 KiB each `[32, 32]`
-    outputs: int
+    outputs: int  # of one expert, if there are any
     inputs: int
     # int32 [tiles, 64] for each group: a scale, and of INT4 128 + a zero point in the lower half.
     # Of MXFP4 for each step: four bytes, the exponents of bf16 by which numbers are multiplied.
@@ -54,6 +55,7 @@ class PackedWeight:
     scales: Tensor | None = None  # fp32: [outputs / 128, steps] or [outputs]
     is_half: bool = False  # whether scales of INT4 are fp16, else bf16
     group: int = STEP  # inputs of a step whose sums are scaled at once
+    experts: int = 0  # which have whole tiles each, one expert after the other
 
     @property
     def words(self) -> int:
@@ -67,12 +69,14 @@ class PackedWeight:
 
     @property
     def tiles(self) -> int:
-        """Return how many programs cover the outputs."""
+        """Return how many programs cover the outputs, of one expert if there are any."""
         return -(-self.outputs // TILE)
 
     @property
     def parts(self) -> int:
         """Return in how many parts the inputs are summed, for any number of rows."""
+        if self.experts:
+            return 1
         wanted = 1 if self.tiles >= MANY_TILES else 2 if self.tiles > FEW_TILES else 4
         return max(1, min(wanted, MAX_PARTS, self.steps // 4))
 
@@ -83,6 +87,32 @@ def packed_weight(weight: NarrowWeight, device: torch.device) -> PackedWeight | 
         return None
     pack = {"int4": _int4, "fp4": _mxfp4, "int8": _int8, "fp8": _fp8}[weight.kind]
     return pack(weight, weight.scales.to(device), device)
+
+
+def packed_experts(
+    weights: Sequence[NarrowWeight], device: torch.device
+) -> PackedWeight | None:
+    """Return the weights of experts as one; None where they differ in kind or do not fit."""
+    first = weights[0]
+    outputs = len(first.codes)
+    kinds = {(own.kind, own.group, own.codes.shape) for own in weights}
+    if len(kinds) > 1 or outputs % 8:
+        return None
+    added = -outputs % TILE
+    codes, scales, zeros = (
+        torch.cat([_with_more(part.to(device), added) for part in parts])
+        for parts in zip(
+            *((own.codes, own.scales, own.zeros) for own in weights), strict=True
+        )
+    )
+    whole = replace(first, codes=codes, scales=scales, zeros=zeros)
+    packed = packed_weight(whole, device)
+    return packed and replace(packed, outputs=outputs, experts=len(weights))
+
+
+def _with_more(part: Tensor, added: int) -> Tensor:
+    """Return a matrix whose last output is there some times more, with a scale that fits."""
+    return torch.cat((part, part[-1:].expand(added, -1)))
 
 
 def _fp8(

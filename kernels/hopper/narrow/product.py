@@ -1,21 +1,27 @@
 """The product with packed weights of four and eight bits on compute capability 9.0.
 
 One arithmetic serves all numbers of rows: the tile's rows change with them, and the parts in which
-inputs are summed do not.
+inputs are summed do not. Experts have one part.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from baton.kernels.hopper.narrow.packing import PackedWeight, packed_weight
+from baton.kernels.hopper.narrow.packing import (
+    PackedWeight,
+    packed_experts,
+    packed_weight,
+)
 from baton.kernels.hopper.narrow.streaming import (
     FORMATS,
     GROUPS,
@@ -60,6 +66,13 @@ ROW_TILES = (
 )
 MANY_ROWS = RowTile(128, 1)
 MAX_SPREAD_ROWS = 128
+# By the most rows of an expert, on average.
+EXPERT_TILES = (
+    (4, RowTile(8, 2)),
+    (8, RowTile(16, 2)),
+    (32, RowTile(32, 2)),
+    (64, RowTile(64, 1)),
+)
 # Sums of shorter groups leave two programs too few registers, except for the fewest rows.
 MIN_SHARED_GROUP = 64
 
@@ -73,7 +86,10 @@ class StreamPlan(NamedTuple):
 
 
 def plan_for(weight: PackedWeight, rows: int) -> StreamPlan:
-    tile = next((tile for most, tile in ROW_TILES if rows <= most), MANY_ROWS)
+    """Return the plan for some rows: of a layer, or of all experts together."""
+    tiles = EXPERT_TILES if weight.experts else ROW_TILES
+    rows_each = rows / max(1, weight.experts)
+    tile = next((tile for most, tile in tiles if rows_each <= most), MANY_ROWS)
     if weight.group < MIN_SHARED_GROUP and tile.rows > ROW_TILES[0][0]:
         tile = tile._replace(per_multiprocessor=1)
     codes = 1024 * FORMATS[weight.kind].bits + 256 * weight.words
@@ -103,44 +119,10 @@ class StreamedProduct:
         rows = x.shape[0]
         if out is None:
             out = x.new_empty((rows, weight.outputs))
-        if not rows:
-            return out
-        x, of_x = readable(x)
-        programs = weight.tiles * -(-rows // plan.tile.rows)
-        assert not plan.is_spread or GROUPS * programs <= len(self.counts)
-        cells = UNIT * GROUPS * plan.tile.rows * programs
-        sums = x.new_empty(
-            cells * weight.parts if plan.is_spread else 0, dtype=torch.float32
-        )
-        codes = _words(weight.codes.data_ptr(), len(weight.codes))
-        meta = codes
-        if weight.meta is not None:
-            meta = _metas(weight.meta.data_ptr(), len(weight.meta))
-        at_launch, multiplying = REGISTERS[plan.tile.per_multiprocessor]
-        streaming_kernel[(programs, weight.parts if plan.is_spread else 1)](
-            codes,
-            meta,
-            _values(*of_x, plan.tile.rows, min(weight.group, STEP // 2)),
-            weight.scales,
-            out,
-            sums,
-            self.counts,
-            rows,
-            weight.outputs,
-            weight.steps,
-            weight.parts,
-            KIND=weight.kind,
-            PIECES=FORMATS[weight.kind].bits // 4,
-            NUM_WORDS=weight.words,
-            GROUP=weight.group,
-            IS_HALF=weight.is_half,
-            IS_SPREAD=plan.is_spread,
-            ROWS=plan.tile.rows,
-            STAGES=plan.stages,
-            REGISTERS=multiplying,
-            num_warps=4,
-            maxnreg=at_launch,
-        )
+        if rows:
+            programs = weight.tiles * -(-rows // plan.tile.rows)
+            assert not plan.is_spread or GROUPS * programs <= len(self.counts)
+            _launch(weight, x, plan, programs, (out, self.counts))
         return out
 
     def prepare(self) -> None:
@@ -148,6 +130,109 @@ class StreamedProduct:
         x = self.weight.codes.new_zeros((1, self.weight.inputs), dtype=torch.bfloat16)
         for rows in (*(most for most, _ in ROW_TILES), MAX_SPREAD_ROWS + 1):
             self.compute(x, plan_for(self.weight, rows))
+
+
+@dataclass(slots=True, frozen=True)
+class StreamedExperts:
+    """Computes each row with the weight of its expert. It has the signature of such a product."""
+
+    weight: PackedWeight
+
+    def __call__(
+        self, x: Tensor, codes: Tensor, ends: Tensor, biases: Tensor | None = None
+    ) -> Tensor:
+        """Return `[rows, outputs]` of `[rows, inputs]` in the order of their experts.
+
+        `ends`, `[experts]` int32, counts the rows up to the last one of each expert.
+        """
+        assert codes.data_ptr() == self.weight.codes.data_ptr()
+        return self.compute(x, ends, plan_for(self.weight, len(x)), biases)
+
+    def compute(
+        self,
+        x: Tensor,
+        ends: Tensor,
+        plan: StreamPlan,
+        biases: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        weight = self.weight
+        rows = x.shape[0]
+        assert len(ends) == weight.experts
+        if out is None:
+            out = x.new_empty((rows, weight.outputs))
+        if rows:
+            # Each expert may have one tile that is not full.
+            tiles = -(-rows // plan.tile.rows) + min(weight.experts, rows)
+            programs = weight.tiles * tiles
+            _launch(weight, x, plan, programs, (out, ends), (ends, biases))
+        return out
+
+    def prepare(self, biases: Tensor | None) -> None:
+        """Launch each kernel that the weight may need: a captured step loads none."""
+        codes = self.weight.codes
+        x = codes.new_zeros((1, self.weight.inputs), dtype=torch.bfloat16)
+        ends = codes.new_ones(self.weight.experts)
+        for most in (*(most for most, _ in EXPERT_TILES), EXPERT_TILES[-1][0] + 1):
+            plan = plan_for(self.weight, most * self.weight.experts)
+            self.compute(x, ends, plan, biases)
+
+
+def _launch(
+    weight: PackedWeight,
+    x: Tensor,
+    plan: StreamPlan,
+    programs: int,
+    results: tuple[Tensor, Tensor],
+    experts: tuple[Tensor, Tensor | None] | None = None,
+) -> None:
+    """Launch the kernel.
+
+    `results` are what it computes, and how many parts of a tile are done; `experts` the ends of
+    their rows, and their biases.
+    """
+    out, counts = results
+    ends, biases = experts or (None, None)
+    rows = x.shape[0]
+    x, of_x = readable(x)
+    cells = UNIT * GROUPS * plan.tile.rows * programs
+    sums = x.new_empty(
+        cells * weight.parts if plan.is_spread else 0, dtype=torch.float32
+    )
+    codes = _words(weight.codes.data_ptr(), len(weight.codes))
+    meta = codes
+    if weight.meta is not None:
+        meta = _metas(weight.meta.data_ptr(), len(weight.meta))
+    at_launch, multiplying = REGISTERS[plan.tile.per_multiprocessor]
+    streaming_kernel[(programs, weight.parts if plan.is_spread else 1)](
+        codes,
+        meta,
+        _values(*of_x, plan.tile.rows, min(weight.group, STEP // 2)),
+        weight.scales,
+        biases,
+        ends,
+        out,
+        sums,
+        counts,
+        rows,
+        weight.outputs,
+        weight.steps,
+        weight.parts,
+        weight.tiles,
+        EXPERTS=weight.experts,
+        SLOTS=triton.next_power_of_2(max(1, weight.experts)),
+        KIND=weight.kind,
+        PIECES=FORMATS[weight.kind].bits // 4,
+        NUM_WORDS=weight.words,
+        GROUP=weight.group,
+        IS_HALF=weight.is_half,
+        IS_SPREAD=plan.is_spread,
+        ROWS=plan.tile.rows,
+        STAGES=plan.stages,
+        REGISTERS=multiplying,
+        num_warps=4,
+        maxnreg=at_launch,
+    )
 
 
 @functools.lru_cache(MAX_DESCRIPTORS)
@@ -182,4 +267,20 @@ def streamed(
     product = StreamedProduct(packed, counts)
     if device.type == "cuda":
         product.prepare()
+    return packed.codes, product
+
+
+def streamed_experts(
+    weights: Sequence[NarrowWeight], device: torch.device, biases: Tensor | None = None
+) -> tuple[Tensor, StreamedExperts] | None:
+    """Return the codes on a device, and the product with them; None where they do not fit.
+
+    The product will be given `biases`.
+    """
+    packed = packed_experts(weights, device)
+    if packed is None:
+        return None
+    product = StreamedExperts(packed)
+    if device.type == "cuda":
+        product.prepare(biases)
     return packed.codes, product

@@ -8,6 +8,9 @@ one. Those of MXFP4, which are powers of two, multiply the numbers themselves.
 The inputs are cut in parts that follow from the weight alone, and the sums of parts are added in
 order: by the program that comes last where each part has one of its own, or in registers where one
 program computes all parts. So a row's bits depend on the row and the weight.
+
+Of experts, a tile holds rows of one alone, and each program finds its tile. The grid depends on the
+number of rows and not on how they are spread, so a CUDA graph can contain it.
 """
 
 # ruff: noqa: N803, N806, PLR0913, PLR0915, PLR0917, PLR1714, RUF005
@@ -269,6 +272,7 @@ def _column(word, KIND: gl.constexpr, IS_HALF: gl.constexpr, SUMS: gl.constexpr)
 def _multiply(
     PART: gl.constexpr,
     scale_ptr,
+    bias_ptr,
     out_ptr,
     sum_ptr,
     count_ptr,
@@ -278,9 +282,11 @@ def _multiply(
     full,
     empty,
     tile,
+    expert,
     first_row,
     rows,
     columns,
+    tiles,
     steps_all,
     parts,
     KIND: gl.constexpr,
@@ -320,7 +326,8 @@ def _multiply(
             stage = turn % STAGES
             scale_of_step = 1.0
             if KIND == "fp8 in blocks":
-                scale_of_step = gl.load(scale_ptr + tile * steps_all + step)
+                block = expert * tiles + tile
+                scale_of_step = gl.load(scale_ptr + block * steps_all + step)
             mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
             slot = stage * 2 + PART
             first = codes.index(slot * PIECES).load(STORED)
@@ -371,7 +378,11 @@ def _multiply(
 
     n = gl.arange(0, 64, layout=gl.SliceLayout(1, SUMS))
     m = gl.arange(0, ROWS, layout=gl.SliceLayout(0, SUMS))
-    unit = tile * 2 + PART
+    column = (tile * 2 + PART) * 64 + n
+    # Of all experts, whose last tiles are filled.
+    own_column = (expert * tiles * 2 + tile * 2 + PART) * 64 + n
+    bias_at = expert * columns + column
+    row = first_row + m
     if IS_SPREAD:
         cells = n[:, None] * ROWS + m[None, :]
         units = gl.num_programs(0) * 2
@@ -386,22 +397,48 @@ def _multiply(
             for _ in range(parts):
                 added += gl.load(source, cache_modifier=".cg")
                 source += units.to(gl.int64) * (64 * ROWS)
-            _store(
-                added, scale_ptr, out_ptr, unit, n, first_row + m, rows, columns, KIND
+            added = _finished(
+                added, scale_ptr, own_column, bias_ptr, bias_at, column, columns, KIND
             )
+            _store(added, out_ptr, column, columns, row, rows)
             gl.store(counter, 0)
     else:
-        _store(total, scale_ptr, out_ptr, unit, n, first_row + m, rows, columns, KIND)
+        total = _finished(
+            total, scale_ptr, own_column, bias_ptr, bias_at, column, columns, KIND
+        )
+        _store(total, out_ptr, column, columns, row, rows)
 
 
 @gluon.jit
-def _store(total, scale_ptr, out_ptr, unit, n, row, rows, columns, KIND: gl.constexpr):
-    column = unit * 64 + n
+def _finished(
+    total,
+    scale_ptr,
+    own_column,
+    bias_ptr,
+    bias_at,
+    column,
+    columns,
+    KIND: gl.constexpr,
+):
+    """Return sums `[64, ROWS]` times the scales of outputs, plus their biases."""
     if KIND == "fp8 by rows" or KIND == "int8 by rows":
-        total = total * gl.load(scale_ptr + column)[:, None]
+        total = total * gl.load(scale_ptr + own_column)[:, None]
+    if bias_ptr is not None:
+        bias = gl.load(bias_ptr + bias_at, mask=column < columns, other=0.0)
+        total = total + bias.to(gl.float32)[:, None]
+    return total
+
+
+@gluon.jit
+def _store(total, out_ptr, column, columns, row, rows):
     is_live = (column < columns)[:, None] & (row < rows)[None, :]
     target = out_ptr + row.to(gl.int64)[None, :] * columns + column[:, None]
     gl.store(target, total.to(gl.bfloat16), mask=is_live)
+
+
+@gluon.jit
+def _sum(a, b):
+    return a + b
 
 
 @gluon.jit
@@ -465,12 +502,14 @@ def _fill(
             )
 
 
-@gluon.jit(do_not_specialize=["rows", "steps_all", "parts"])
+@gluon.jit(do_not_specialize=["rows", "steps_all", "parts", "tiles"])
 def streaming_kernel(
     codes_desc,
     meta_desc,
     x_desc,
     scale_ptr,
+    bias_ptr,
+    ends_ptr,
     out_ptr,
     sum_ptr,
     count_ptr,
@@ -478,6 +517,9 @@ def streaming_kernel(
     columns,
     steps_all,
     parts,
+    tiles,
+    EXPERTS: gl.constexpr,
+    SLOTS: gl.constexpr,
     KIND: gl.constexpr,
     PIECES: gl.constexpr,
     NUM_WORDS: gl.constexpr,
@@ -489,9 +531,28 @@ def streaming_kernel(
     REGISTERS: gl.constexpr,
 ):
     PANEL: gl.constexpr = 64 if GROUP == 128 else GROUP
-    tiles_m = (rows + ROWS - 1) // ROWS
-    tile = gl.program_id(0) // tiles_m
-    first_row = gl.program_id(0) % tiles_m * ROWS
+    if EXPERTS > 0:
+        # All tiles of outputs of the same rows run side by side, and those of an expert in a row.
+        tile = gl.program_id(0) % tiles
+        place = gl.program_id(0) // tiles
+        EACH: gl.constexpr = gl.BlockedLayout([(SLOTS + 127) // 128], [32], [4], [0])
+        e = gl.arange(0, SLOTS, layout=EACH)
+        ends = gl.load(ends_ptr + e, mask=e < EXPERTS, other=0)
+        starts = gl.load(ends_ptr + e - 1, mask=(e > 0) & (e < EXPERTS), other=0)
+        row_tiles = (ends - starts + ROWS - 1) // ROWS
+        tile_ends = gl.associative_scan(row_tiles, 0, _sum)
+        expert = gl.sum((tile_ends <= place).to(gl.int32), 0)
+        if expert >= EXPERTS:
+            return
+        is_own = e == expert
+        rows = gl.sum(gl.where(is_own, ends, 0), 0)
+        before = place - gl.sum(gl.where(is_own, tile_ends - row_tiles, 0), 0)
+        first_row = gl.sum(gl.where(is_own, starts, 0), 0) + before * ROWS
+    else:
+        tiles_m = (rows + ROWS - 1) // ROWS
+        tile = gl.program_id(0) // tiles_m
+        first_row = gl.program_id(0) % tiles_m * ROWS
+        expert = 0
     WORDS: gl.constexpr = gl.NVMMASharedLayout(
         swizzle_byte_width=128, element_bitwidth=32, rank=2
     )
@@ -526,6 +587,7 @@ def streaming_kernel(
                 (
                     FIRST,
                     scale_ptr,
+                    bias_ptr,
                     out_ptr,
                     sum_ptr,
                     count_ptr,
@@ -535,9 +597,11 @@ def streaming_kernel(
                     full,
                     empty,
                     tile,
+                    expert,
                     first_row,
                     rows,
                     columns,
+                    tiles,
                     steps_all,
                     parts,
                     KIND,
@@ -555,6 +619,7 @@ def streaming_kernel(
                 (
                     SECOND,
                     scale_ptr,
+                    bias_ptr,
                     out_ptr,
                     sum_ptr,
                     count_ptr,
@@ -564,9 +629,11 @@ def streaming_kernel(
                     full,
                     empty,
                     tile,
+                    expert,
                     first_row,
                     rows,
                     columns,
+                    tiles,
                     steps_all,
                     parts,
                     KIND,
@@ -590,7 +657,7 @@ def streaming_kernel(
                     x_panels,
                     full,
                     empty,
-                    tile,
+                    expert * tiles + tile,
                     first_row,
                     steps_all,
                     parts,

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from baton.model.config.decoder_config import read_decoder_config
 from baton.model.runner.kv_cache import kv_layout
@@ -31,6 +30,7 @@ from tests.support.foreign_checkpoints import (
     whole,
 )
 from tests.support.oracle import prompt
+from tests.support.quantized import experts_in_mxfp4
 from tests.support.thread_ranks import on_all, thread_ranks
 
 
@@ -333,26 +333,8 @@ def test_a_folder_with_the_old_fields_of_gemma3_is_read(tmp_path):
 
 
 def test_experts_in_mxfp4_have_the_bits_of_their_numbers(tmp_path):
-    config = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    packed = changed(tmp_path, "gpt_oss", quantization_config=config)
-    plain = changed(tmp_path / "plain", "gpt_oss")
-    tensors = load_file(packed / "model.safetensors")
-    stored = dict(tensors)
-    numbers = dict(tensors)
-    generator = torch.Generator().manual_seed(3)
-    for name in tensors:
-        if name.endswith("_proj"):
-            experts, inputs, outputs = stored.pop(name).shape
-            size = experts, outputs, inputs // 32
-            blocks = torch.randint(256, (*size, 16), generator=generator).byte()
-            scales = torch.randint(122, 126, size, generator=generator).byte()
-            stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-            numbers[name] = convert_moe_packed_tensors(
-                blocks, scales, dtype=torch.float32
-            )
-            numbers[name] = numbers[name].contiguous()
-    save_file(stored, packed / "model.safetensors")
-    save_file(numbers, plain / "model.safetensors")
+    packed, plain = experts_in_mxfp4(tmp_path)
+    stored = load_file(packed / "model.safetensors")
     expected = whole(plain)
     assert torch.equal(whole(packed), expected)
     config = compute_config(packed)

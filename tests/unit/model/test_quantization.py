@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -11,13 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.kernels.cpu.library import has_bf16_products, has_bf16_tiles
+from baton.kernels.proofs import NarrowExperts
 from baton.kernels.reference import NarrowWeight, grouped_product
 from baton.model.checkpoint.weight_files import check_tensors
 from baton.model.config.decoder_config import read_decoder_config
+from baton.model.layers.mlp import GroupedProduct
 from baton.model.loading import decoder_loading as loading
 from baton.model.loading.weights import Checkpoint
 from baton.model.runner.compute_digest import compute_path, is_batch_invariant
-from baton.model.runner.device_kernels import narrow_codes
+from baton.model.runner.device_kernels import narrow_codes, narrow_experts
 from baton.model.runner.rank import plan_rank
 from baton.model.tensor_parallel import SharedMemoryRanks, SingleRank
 from baton.protocol.errors import ConfigError
@@ -42,6 +45,7 @@ from tests.support.quantized import (
     GPTQ,
     change_config,
     compressed,
+    experts_in_mxfp4,
     quantized,
 )
 from tests.support.thread_ranks import on_all, thread_ranks
@@ -197,6 +201,61 @@ def test_a_gpu_gets_narrow_weights_of_dense_layers(name, is_moe, is_read, monkey
         found.append([linear.weight for linear in decoder.linears()])
     assert len(asked) == len(decoder.layers) * (2 if is_moe else 4)
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_a_gpu_gets_narrow_weights_of_experts(kind, is_read, monkeypatch, tmp_path):
+    """Those that its kernels do not read are widened; halves are those of two ranks."""
+    if kind == "gpt_oss":
+        ours, plain = experts_in_mxfp4(tmp_path)
+    else:
+        ours, plain = quantized(foreign_folder(kind), "awq")
+    asked: list[int] = []
+
+    def widened(
+        weights: Sequence[NarrowWeight], _: torch.device, biases: torch.Tensor | None
+    ) -> tuple[torch.Tensor, GroupedProduct] | None:
+        asked.append(len(weights))
+        assert biases is None or kind == "gpt_oss"
+        values = torch.stack([weight.values() for weight in weights])
+        return (values, grouped_product) if is_read else None
+
+    monkeypatch.setattr(loading, "linears_for", lambda *_: None)  # as on a GPU
+    cpu = torch.float32, torch.device("cpu")
+    place = loading.RankDevice(*cpu, grouped=grouped_product, narrow_experts=widened)
+    wide = loading.RankDevice(*cpu, grouped=grouped_product)
+    for rank in (SingleRank(), SecondOfTwo()):
+        found = []
+        for folder, where in ((ours, place), (plain, wide)):
+            config = read_decoder_config(folder)
+            decoder = loading.load_decoder(
+                config, Checkpoint(folder), rank, where, no_progress
+            )
+            mlps = [layer.mlp for layer in decoder.layers]
+            found.append([part.weight for m in mlps for part in (m.gate_up, m.down)])
+        assert all(map(torch.equal, *found))
+    assert asked == [config.experts.num_experts] * 4 * len(decoder.layers)
+
+
+class SecondOfTwo(SingleRank):
+    rank = 1
+    size = 2
+
+
+def test_experts_of_a_rank_are_proven_at_their_sizes(tmp_path):
+    ours, _ = quantized(foreign_folder("qwen3_moe"), "awq")
+    config = read_decoder_config(ours)
+    width = config.experts.moe_intermediate_size
+    hidden = config.hidden_size
+    linears = (width, hidden), (hidden, width // 2)
+    experts = NarrowExperts(config.experts.num_experts, linears, "int4", 32)
+    assert narrow_experts(config, 2) == experts
+    of_gpt_oss, plain = map(read_decoder_config, experts_in_mxfp4(tmp_path))
+    found = narrow_experts(of_gpt_oss, 1)
+    assert (found.codes, found.group) == ("fp4", 32)
+    assert narrow_codes(of_gpt_oss) == ("", 0)
+    assert narrow_experts(plain, 1) is None
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ import yaml
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from baton.kernels.cuda import fixed_product
+from baton.kernels.hopper.narrow.product import streamed_experts
 from baton.kernels.hopper.products import product
-from baton.kernels.proofs import NARROW, PRODUCTS
+from baton.kernels.proofs import NARROW, NARROW_EXPERTS, PRODUCTS
 from baton.kernels.reference import NarrowWeight
 from baton.model.executors.worker_executor import environment_of
 from baton.model.layers.linear import Linear
@@ -103,6 +104,9 @@ def test_weights_are_streamed_where_that_is_proven_and_widened_where_they_do_not
         assert pack is not None
         products = [pack(weight, torch.device("cpu"))[1] for weight in weights]
         assert [product.trial for product in products] == trials
+    proven = DeviceKernels(frozenset({NARROW_EXPERTS}))
+    assert rank._narrow_experts(plan, proven) is streamed_experts
+    assert rank._narrow_experts(plan, DeviceKernels(frozenset({NARROW}))) is None
 
 
 @pytest.mark.usefixtures("with_gpu")
