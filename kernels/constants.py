@@ -26,6 +26,9 @@ DEPTH = 256
 NARROW_DEPTH = 32
 MAX_STRIP = 6  # rows of a product whose sums fit the registers
 STRIP = 4 * WIDTH  # columns of a state's matrix at a time, whose sums fit the registers
+STATE_CHUNK = (
+    64  # positions that go through a state at once on GPUs, cut at multiples of it
+)
 # To which the largest input of a row is rounded, as the least is to -127.
 LARGEST_BYTE = 127.0
 LOG2_E = 1.4426950408889634

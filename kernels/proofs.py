@@ -14,6 +14,7 @@ from typing import Protocol, cast
 
 import msgspec
 
+from baton.kernels.state_layout import StateShape
 from baton.runtime.process import die_with_parent
 
 
@@ -45,6 +46,8 @@ class ModelShapes(msgspec.Struct, frozen=True):
     narrow_group: int = 0  # inputs that share a scale; 0: all
     narrow_experts: NarrowExperts | None = None
     max_model_len: int = 0
+    state: StateShape | None = None  # of each layer that keeps one
+    state_kind: str = ""  # as `StateLayers` has it
 
 
 class Proof(msgspec.Struct, frozen=True):
@@ -89,6 +92,8 @@ ONE_ORDER = "hopper-one-order"
 NARROW = "hopper-narrow-products"
 # The same of experts.
 NARROW_EXPERTS = "hopper-narrow-experts"
+# Layers that keep a state for each sequence; nothing takes their place.
+STATES = "states"
 
 CANDIDATES = (
     Candidate(PRODUCTS, "baton.kernels.hopper.products.product_proof"),
@@ -96,6 +101,7 @@ CANDIDATES = (
     Candidate(ONE_ORDER, "baton.kernels.hopper.attention.one_order_proof"),
     Candidate(NARROW, "baton.kernels.hopper.narrow.narrow_proof"),
     Candidate(NARROW_EXPERTS, "baton.kernels.hopper.narrow.expert_proof"),
+    Candidate(STATES, "baton.kernels.cuda.states.state_proof"),
 )
 
 

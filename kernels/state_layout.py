@@ -6,9 +6,10 @@ of KV heads of each block read the states of their own heads. A group's matrices
 layers follow one another through its parts of the sequence's blocks.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from baton.kernels.constants import STRIP
+from baton.kernels.constants import STATE_CHUNK, STRIP
 
 MATRIX_BYTES = 4  # of a number in fp32
 ALIGNED_BYTES = 64
@@ -34,6 +35,10 @@ class StateShape(NamedTuple):
     def strip_bytes(self) -> int:
         return self.key_dim * STRIP * MATRIX_BYTES
 
+    @property
+    def has_matrices(self) -> bool:
+        return self.num_heads > 0
+
     def tail_bytes(self, number_bytes: int) -> int:
         """Return the size of the convolution's last inputs, `[num_taps, num_channels]`."""
         return self.num_taps * self.num_channels * number_bytes
@@ -53,6 +58,10 @@ class StateLayout(NamedTuple):
     block_bytes: int
     part_bytes: int
     number_bytes: int  # of the model's dtype, which the inputs have
+
+    @property
+    def tail_bytes(self) -> int:
+        return self.shape.tail_bytes(self.number_bytes)
 
     @property
     def stride_part(self) -> int:
@@ -97,3 +106,61 @@ def state_layout(
         part,
         number_bytes,
     )
+
+
+class StateItem(NamedTuple):
+    """What a step on a device does with the state of a sequence.
+
+    Tokens of a prompt go through in chunks, but its last one, whose sample may be refused, and
+    those of a response one by one. So a token's position says what computes it.
+    """
+
+    row: int  # of its first token
+    length: int  # tokens; 0: padding
+    start: int  # the first position
+    num_chunked: int  # the first tokens, which go through in chunks
+    num_held: int  # the first tokens, which the state has already
+    num_guesses: int  # the last tokens, without which the state is kept
+
+
+def state_item(
+    row: int,
+    span: tuple[int, int],  # the first position, and that after the last one
+    num_prompt_tokens: int,
+    held_and_guesses: tuple[int, int],
+    *,
+    has_matrices: bool,
+) -> StateItem:
+    """Return the item of a slice. A convolution alone computes each token apart, so in chunks."""
+    start, end = span
+    num_held, num_guesses = held_and_guesses
+    num_chunked = end - start
+    if has_matrices:
+        num_chunked = min(num_prompt_tokens - 1, end) - start
+        if end - start == 1:
+            num_chunked = 0
+    return StateItem(
+        row, end - start, start, max(num_chunked, 0), num_held, num_guesses
+    )
+
+
+def state_chunks(items: Sequence[StateItem]) -> list[tuple[int, int]]:
+    """Return the chunks of items: the number of one, and which of its tokens comes first.
+
+    Chunks are cut at absolute multiples of `STATE_CHUNK`, so the first token may be below 0.
+    """
+    return [
+        (number, first)
+        for number, item in enumerate(items)
+        if item.num_chunked
+        for first in range(-(item.start % STATE_CHUNK), item.num_chunked, STATE_CHUNK)
+    ]
+
+
+# A chunk that pads a step; no sequence is so long.
+IDLE_CHUNK = (0, 1 << 24)
+
+
+def most_chunks(num_tokens: int, num_sequences: int) -> int:
+    """Return how many chunks the sequences of a step have at most."""
+    return num_tokens // STATE_CHUNK + 2 * num_sequences

@@ -64,7 +64,13 @@ WITHIN = {
         "kernels/state_layout.py",
         "kernels/state_reference.py",
     ),
-    "kernels/cuda": ("kernels/constants.py", "kernels/reference.py"),
+    "kernels/cuda": (
+        "kernels/constants.py",
+        "kernels/proofs.py",
+        "kernels/reference.py",
+        "kernels/state_layout.py",
+        "kernels/state_reference.py",
+    ),
     "kernels/hopper": (
         "kernels/constants.py",
         "kernels/reference.py",

@@ -31,6 +31,9 @@ from baton.kernels.cuda import decode_attention, fixed_product, paged
 from baton.kernels.cuda.decode_attention import paged_decode_attention
 from baton.kernels.cuda.paged import DECODE, PREFILL, Row
 from baton.kernels.cuda.prefill_attention import paged_prefill_attention
+from baton.kernels.cuda.states import functions as states
+from baton.kernels.cuda.states.state_proof import StateTrial
+from baton.kernels.state_layout import StateShape
 from tools.gpu.kernel_cases import (
     AttentionShape,
     Batch,
@@ -55,6 +58,12 @@ REGISTERS = 65_536
 RESERVED_BYTES = 1024
 HEADS = 32
 ROWS = (7, 128, 256)  # each with another width of tiles
+# Of Qwen3-Next, of Nemotron-H 8B and of LFM2 1.2B, on one rank.
+STATES = {
+    "delta": StateShape(2, 16, 8, 128, 128, 4096, 4),
+    "mamba": StateShape(8, 16, 1, 128, 64, 1280, 4),
+    "conv": StateShape(8, 0, 256, 0, 0, 256, 3),
+}
 CAPS, SINKS = (100, 50.0), (100, None, torch.zeros(HEADS))  # with a window
 TYPES = {
     torch.float64: "*fp64",
@@ -118,6 +127,7 @@ def cases() -> dict[str, Callable[[], object]]:
         found[f"latent bf16 {heads}"] = partial(_latent, bf16, heads)
     return found | {
         "latent fp32 16": partial(_latent, fp32, 16),
+        **{f"states {kind}": partial(_states, kind) for kind in STATES},
         "sparse bf16": partial(_sparse, bf16),
         "sparse fp32": partial(_sparse, fp32),
         "decode bf16 112": launch("decode", (bf16, 112)),
@@ -186,6 +196,13 @@ def _sparse(dtype: torch.dtype) -> None:
         of_index[:, :-1], torch.empty(9, 64), keys, 1, tables, numbers, numbers, 2048
     )
     latent_decode_attention(q, rows, 1, slots, numbers, 0.1, 64, of_slots=True)
+
+
+def _states(kind: str) -> None:
+    """A prompt beside a token, and two tokens."""
+    trial = StateTrial(STATES[kind], kind, 70, "cpu")
+    trial._compute((0, 0, 70), (2, 0, 1))
+    trial._compute((0, 69, 70), (2, 1, 2))
 
 
 def _norm() -> object:
@@ -315,7 +332,7 @@ class Cubin(msgspec.Struct, frozen=True):
 def compiled(launch: Callable[[], object], gpu: str) -> list[Cubin]:
     """Return one cubin for each kernel that a call launches on a GPU of that capability."""
     tilings = paged.tilings_for((int(gpu) // 10, int(gpu) % 10))
-    places = (paged, decode_attention, fixed_product)
+    places = (paged, decode_attention, fixed_product, states)
     with ExitStack() as stack:
         for place in places:
             stack.enter_context(patch.object(place, "tilings_of", lambda _: tilings))

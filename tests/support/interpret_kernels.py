@@ -8,11 +8,14 @@ import json
 import sys
 import traceback
 import warnings
+from collections.abc import Callable
+from functools import partialmethod
 from types import FunctionType, ModuleType
 
 import numpy as np
 import torch
 import triton.language as tl
+from numpy.typing import NDArray
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
@@ -20,6 +23,7 @@ from tests.support.interpreter_cases import interpreter_cases
 
 # Which a kernel, or a function of the language, sees.
 LANGUAGES = {"tl": tl, "core": tl.core}
+Conversion = Callable[[InterpreterBuilder, TensorHandle, tl.dtype], TensorHandle]
 
 
 def dot(
@@ -33,12 +37,30 @@ def dot(
     """The product of two tiles with every sum in one order, as a GPU computes it.
 
     The interpreter's own goes to numpy's BLAS, where the place of a row in its tile may change the
-    row's bits on some CPUs.
+    row's bits on some CPUs, and multiplies the bits of bf16.
     """
-    products = a.data[:, :, np.newaxis] * b.data[np.newaxis]
+    products = widened(a)[:, :, np.newaxis] * widened(b)[np.newaxis]
     return TensorHandle(
         products.sum(axis=1, dtype=addend.data.dtype) + addend.data, addend.dtype.scalar
     )
+
+
+def widened(x: TensorHandle) -> NDArray[np.generic]:
+    """The numbers of a tile; the interpreter keeps bf16 as its bits."""
+    if x.dtype.scalar != tl.bfloat16:
+        return x.data
+    return (x.data.astype(np.uint32) << 16).view(np.float32)
+
+
+def rounded(
+    builder: InterpreterBuilder, convert: Conversion, source: TensorHandle, to: tl.dtype
+) -> TensorHandle:
+    """A conversion that rounds fp32 to the nearest bf16; the interpreter's own truncates."""
+    if source.dtype.scalar != tl.float32 or to.scalar != tl.bfloat16:
+        return convert(builder, source, to)
+    bits = np.ascontiguousarray(source.data, np.float32).view(np.uint32)
+    bits = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return TensorHandle(bits.astype(np.uint16), tl.bfloat16)
 
 
 def fma(
@@ -82,9 +104,12 @@ class Interpreting:
         torch.set_num_threads(1)
         InterpreterBuilder.create_dot = dot
         InterpreterBuilder.create_fma = fma
+        for name in ("cast_impl", "create_fp_trunc"):
+            convert = getattr(InterpreterBuilder, name)
+            setattr(InterpreterBuilder, name, partialmethod(rounded, convert))
         warnings.simplefilter("error")
-        # Logits may be NaN, and infinity less infinity is.
-        np.seterr(invalid="ignore")
+        # Logits may be NaN, and infinity less infinity is; a warm-up reads states of nothing.
+        np.seterr(invalid="ignore", over="ignore")
         warnings.filterwarnings("ignore", message="All-NaN")
         self.ran: set[str] = set()
         run = GridExecutor.__call__

@@ -32,16 +32,11 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return (a.double() * b.double() + c.double()).float()
 
 
-def cut_off(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Narrow as the interpreter does, which cuts bf16 off."""
-    return (x.view(torch.int32) & -65536).view(torch.float32).to(dtype)
-
-
 def exp2(x: Tensor) -> Tensor:
     return torch.from_numpy(np.exp2(x.numpy()))
 
 
-MACHINE = Arithmetic(dot, exp2, fma, cut_off)
+MACHINE = Arithmetic(dot, exp2, fma)
 
 
 def decode(case: Batch, rows: list[int], programs: int) -> Tensor:

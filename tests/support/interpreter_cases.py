@@ -2,10 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from baton.kernels.constants import GELU_TANH, Gate
+from baton.kernels.proofs import ModelShapes
+from baton.kernels.state_layout import StateShape
 from tools.gpu.kernel_cases import (
     AttentionShape,
     IndexShape,
@@ -172,6 +175,10 @@ def interpreter_cases() -> dict[str, Callable[[], str]]:
             IndexShape(64, 128, 600),
             1,
         ),
+        **{
+            f"states {kind}": partial(check_states, kind, shape)
+            for kind, shape in STATES.items()
+        },
         "latent store": lambda: check_turn_store(_with(rope, head_dim=40), "cpu", 8),
         "latent store bf16": lambda: check_turn_store(
             _with(rope, dtype=bf16, head_dim=48, num_heads=5), "cpu", 16
@@ -226,6 +233,23 @@ def interpreter_cases() -> dict[str, Callable[[], str]]:
         "blocks bf16": lambda: check_block_copy(64, bf16, "cpu"),
         "sums of blocks": lambda: check_block_sums(9000, "cpu"),
     }
+
+
+# Two heads share a key; heads of several groups; a convolution alone.
+STATES = {
+    "delta": StateShape(1, 2, 1, 16, 32, 96, 4),
+    "mamba": StateShape(2, 1, 1, 16, 16, 48, 4),
+    "conv": StateShape(2, 0, 32, 0, 0, 32, 3),
+}
+
+
+def check_states(kind: str, shape: StateShape) -> str:
+    """What a node proves before it serves a model whose layers keep a state."""
+    from baton.kernels.cuda.states.state_proof import prove
+
+    shapes = ModelShapes((), 2, 2, 32, 16, state=shape, state_kind=kind)
+    assert prove(shapes, "cpu") == ""
+    return "proven"
 
 
 def _with(shape: AttentionShape, **changes: object) -> AttentionShape:

@@ -42,7 +42,7 @@ def written_kernels() -> set[str]:
     """The names of the Triton kernels that are launched; their device functions are inlined."""
     return {
         line.removeprefix("def ").rstrip("(\n")
-        for path in (REPOSITORY / "kernels" / "cuda").glob("*.py")
+        for path in (REPOSITORY / "kernels" / "cuda").rglob("*.py")
         for line in path.read_text().splitlines()
         if line.startswith("def _") and line.endswith("_kernel(")
     }

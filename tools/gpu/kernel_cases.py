@@ -24,7 +24,7 @@ from baton.protocol.sampling import Sampling
 
 LAYERS = 3
 LAYER = 1
-# The interpreter rounds towards zero where a GPU rounds to nearest, so bf16 may be off by one unit
+# Sums have another order than in a reference, so bf16 may be off by one unit
 # in the last place of the result, and by what that does to a probability on its way there.
 TOLERANCE = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (2e-2, 1.6e-2)}
 

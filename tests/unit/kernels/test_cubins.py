@@ -22,6 +22,8 @@ pytest.importorskip("triton")
 
 pytestmark = pytest.mark.timeout(300)
 CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
+# They hold a triangle and a state in fp32. Both were faster so on an H200 than with eight warps.
+SPILLING = {"_state_intra_kernel", "_state_scan_kernel"}
 Reports = list[dict[str, int | str]]
 
 
@@ -67,6 +69,7 @@ def check(reports: Reports, gpu: str) -> None:
         for r in reports
         if r["local_bytes"] and (is_exact or "fp32" not in str(r["case"]))
     ]
+    spilled = [r for r in spilled if r["kernel"] not in SPILLING]
     assert [r for r in spilled if "group of 32" not in str(r["case"])] == []
     tilings = tilings_for((int(gpu) // 10, int(gpu) % 10))
     for report in (report for report in reports if report["kernel"] == "_split_kernel"):

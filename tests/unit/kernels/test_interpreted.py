@@ -30,6 +30,8 @@ QUICK = (
     "sum of experts",
     "latent fp32 short",
     "latent store",
+    "states delta",
+    "states conv",
     "sparse fp32 short",
     "blocks bf16",
     "sums of blocks",

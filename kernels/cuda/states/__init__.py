@@ -1,0 +1,1 @@
+"""The kernels of layers with a state per sequence, on GPUs."""
