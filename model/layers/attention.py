@@ -73,6 +73,16 @@ class Tables:
     context_lens: Tensor  # [num_sequences] int32; 0 is padding
     query_starts: Tensor  # [num_sequences - num_decoding + 1] int32, or empty
     num_decoding: int
+    states: "StateTables | None" = None
+
+
+@dataclass(slots=True, frozen=True)
+class StateTables:
+    """The states of a batch's sequences, if the model has any."""
+
+    blocks: Tensor  # [num_sequences, state_blocks] int32
+    items: Tensor  # [num_sequences, 6] int32: each a `StateItem`
+    chunks: Tensor  # [num_chunks, 2] int32
 
 
 @dataclass(slots=True, frozen=True)

@@ -27,8 +27,10 @@ from baton.kernels.cuda.pool_writes import rope_and_store
 from baton.kernels.cuda.prefill_attention import paged_prefill_attention
 from baton.kernels.cuda.rows import add_rms_norm, gate_mul
 from baton.kernels.cuda.sparse_attention import MAX_HEAD_DIM, MAX_HEADS, choose_keys
+from baton.kernels.cuda.states.functions import DeviceStates, StateWork
 from baton.kernels.proofs import ONE_ORDER, PREFILL
-from baton.kernels.state_reference import StateWeights
+from baton.kernels.state_layout import StateLayout
+from baton.kernels.state_reference import StateWeights, gated_inputs, gated_outputs
 from baton.model.layers.attention import (
     PLAIN_KEYS,
     Batch,
@@ -38,7 +40,6 @@ from baton.model.layers.attention import (
     pool_suffix,
 )
 from baton.model.layers.hopper_attention import HopperAttention
-from baton.protocol.errors import InvariantBroken
 
 
 class CudaBackend:
@@ -53,9 +54,12 @@ class CudaBackend:
         *,
         is_ordered: bool = False,
         index: IndexPool | None = None,
+        states: StateLayout | None = None,
         proven: frozenset[str] = frozenset(),
     ) -> None:
         """`is_ordered` merges keys in one order, so a row's bits do not depend on the batch.
+
+        States do not promise that: see `docs/decisions.md`.
 
         `proven` names the candidates of `kernels/proofs.py` that may compute this model.
         """
@@ -65,7 +69,8 @@ class CudaBackend:
             self._hopper = HopperAttention(pool, has_one_order=is_ordered)
             kind = "hopper-ordered" if is_ordered else "triton-hopper"
         self.name = kind + pool_suffix(pool)
-        self.is_batch_invariant = is_ordered
+        self._is_ordered = is_ordered
+        self.is_batch_invariant = is_ordered and states is None
         # [num_blocks, kv_heads, num_layers, 2 or 1, block_size, head_dim].
         self.pool = pool
         self.num_heads = num_heads
@@ -76,6 +81,7 @@ class CudaBackend:
         self.table_blocks = -(-len(tables[0]) // self.block_size)
         self.keys = PLAIN_KEYS
         self._index = index
+        self._states = None if states is None else DeviceStates(pool, states)
         self._angles = [table.to(pool.device).contiguous() for table in tables]
 
     def begin(self, batch: Batch) -> None:
@@ -90,6 +96,12 @@ class CudaBackend:
             # A token of padding is not stored, and sees nothing.
             seen = torch.where(batch.slots < 0, 0, batch.positions + 1)
             self._num_seen = seen.to(torch.int32)
+        if batch.tables.states is not None:
+            states = batch.tables.states
+            is_decoding = batch.tables.num_decoding == len(states.items)
+            self._state_work = StateWork(
+                states.blocks, states.items, states.chunks, is_decoding
+            )
 
     def attend(
         self,
@@ -129,7 +141,7 @@ class CudaBackend:
             blocks,
             lens,
             *self.scoring,
-            ordered=self.is_batch_invariant,
+            ordered=self._is_ordered,
         )
 
     def _prefill(self, q: Tensor, layer: int) -> Tensor:
@@ -153,7 +165,7 @@ class CudaBackend:
             tables.query_starts,
             lens,
             *self.scoring,
-            ordered=self.is_batch_invariant,
+            ordered=self._is_ordered,
         )
 
     def _stored(self, layer: int, qkv: Tensor, head_norms: Tensor | None) -> Tensor:
@@ -188,7 +200,15 @@ class CudaBackend:
     def advance(
         self, layer: int, x: Tensor, weights: StateWeights, rows: Tensor | None = None
     ) -> Tensor:
-        raise InvariantBroken("a GPU was given a model whose layers keep a state")
+        states = self._states
+        assert states is not None, "the pool has states"
+        work = self._state_work
+        if weights.gates is None:
+            inputs, gates = gated_inputs(x)
+            mixed = states.advance(inputs, layer, work, weights)
+            return gated_outputs(mixed, gates, rows)
+        out = states.advance(x, layer, work, weights)
+        return states.gated_norm(out, x, weights, self.eps, rows)
 
     def choose(self, layer: int, heads: Tensor, weights: Tensor) -> None:
         index = self._index
@@ -234,7 +254,7 @@ class CudaBackend:
         return sparse_reference.layer_norm(x, norm, eps)
 
     def sigmoid_mul(self, x: Tensor, gates: Tensor) -> Tensor:
-        raise InvariantBroken("a GPU was given a model whose layers keep a state")
+        return reference.sigmoid_mul(x, gates)  # as in `soft_cap`
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float

@@ -288,7 +288,16 @@ def warm_up(runner: Runner) -> None:
         (longest, 1, num_blocks),
     ):
         part = Slice(
-            key, start, length, (0,) * length, (0,) * width, (0,), sampling, 2, past=()
+            key,
+            start,
+            length,
+            (0,) * length,
+            (0,) * width,
+            (0,),
+            sampling,
+            2,
+            past=(),
+            state=_state_of(runner),
         )
         runner.execute(StepPlan(start, (part,)))
 
@@ -299,7 +308,23 @@ def _slice(name: str, start: int, length: int, probe: Runner) -> Slice:
     sampling = Sampling(seed=0, max_tokens=1, top_p=0.9)
     tokens = (0,) * length
     table = (0,) * num_blocks
-    return Slice(Key(RequestId(name)), start, length, tokens, table, (0,), sampling, 1)
+    return Slice(
+        Key(RequestId(name)),
+        start,
+        length,
+        tokens,
+        table,
+        (0,),
+        sampling,
+        start + length,
+        state=_state_of(probe),
+    )
+
+
+def _state_of(runner: Runner) -> tuple[int, ...]:
+    """Return a state whose blocks are all block 0."""
+    states = runner.cache.states
+    return () if states is None else (0,) * states.num_blocks
 
 
 def buckets_up_to(num_sequences: int, num_tokens: int = 0) -> tuple[Bucket, ...]:

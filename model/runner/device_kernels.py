@@ -136,6 +136,10 @@ def shapes_of(
         narrow_group=narrow_group,
         narrow_experts=narrow_experts(decoder, num_ranks),
         max_model_len=max_model_len,
+        state=None
+        if decoder.state is None
+        else decoder.state.shape(decoder.num_kv_heads, num_ranks),
+        state_kind="" if decoder.state is None else decoder.state.names.kind,
     )
 
 

@@ -58,18 +58,24 @@ IDLE_ROW = 0  # no sequence has this row, which padding reads
 class DeviceTables:
     """The block tables of sequences in the device's memory.
 
-    `blocks` is `[1 + num_sequences, num_blocks]` int32, undefined after a sequence's blocks. A
+    `blocks` is `[1 + num_sequences, num_blocks]` int32, undefined after a sequence's blocks. Those
+    of its state, `state_blocks` if the model has any, come before those of its tokens. A
     sequence keeps its row from step to step, and a step sends only new blocks. A new sequence takes
     the row that was used least recently; if its sequence returns, the whole table is sent again.
     """
 
     def __init__(
-        self, num_sequences: int, num_blocks: int, device: torch.device
+        self,
+        num_sequences: int,
+        num_blocks: int,
+        device: torch.device,
+        state_blocks: int = 0,
     ) -> None:
+        self.state_blocks = state_blocks
+        self._num_blocks = state_blocks + num_blocks
         self.blocks = torch.zeros(
-            1 + num_sequences, num_blocks, dtype=torch.int32, device=device
+            1 + num_sequences, self._num_blocks, dtype=torch.int32, device=device
         )
-        self._num_blocks = num_blocks
         self._free = list(range(num_sequences, IDLE_ROW, -1))
         # Least recently used first.
         self._rows: dict[Key, tuple[int, tuple[int, ...]]] = {}

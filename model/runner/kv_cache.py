@@ -86,6 +86,7 @@ def device_cache(
     device: torch.device,
     table: HostPool | None = None,
     index_shape: Sequence[int] | None = None,
+    states: StateLayout | None = None,
 ) -> KVCache:
     """Return a cache in device memory, with spare blocks after its own.
 
@@ -96,7 +97,7 @@ def device_cache(
     whole = torch.zeros((shape[0] + SPARE_BLOCKS, numbers), dtype=dtype, device=device)
     generations = np.zeros(shape[0], np.uint32) if table is None else table.generations
     pool, index_keys = _parts(whole[: shape[0]], shape, index_shape)
-    return KVCache(pool, generations, index_keys=index_keys)
+    return KVCache(pool, generations, states, index_keys)
 
 
 def _parts(

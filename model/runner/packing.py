@@ -16,7 +16,20 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from baton.model.layers.attention import AdaptedRows, Batch, Chunk, Tables
+from baton.kernels.state_layout import (
+    IDLE_CHUNK,
+    StateItem,
+    most_chunks,
+    state_chunks,
+    state_item,
+)
+from baton.model.layers.attention import (
+    AdaptedRows,
+    Batch,
+    Chunk,
+    StateTables,
+    Tables,
+)
 from baton.model.runner.device_state import (
     IDLE_PLACE,
     IDLE_ROW,
@@ -113,6 +126,8 @@ class StepInputs:
     # Of the device's tables: rows, lengths and starts, and the places and blocks that change.
     tables: tuple[ArraySpan, ArraySpan, ArraySpan] | None = None
     changes: tuple[ArraySpan, ArraySpan] | None = None
+    # The items and chunks of sequences' states.
+    states: tuple[ArraySpan, ArraySpan] | None = None
     # Samples that have one, and the masks.
     masks: tuple[ArraySpan, ArraySpan] | None = None
     # As `penalties.packed` returns them.
@@ -179,8 +194,14 @@ class PackedStep:
                 token_ids, positions, slots, self.chunks, None, *inputs.adapted_rows()
             )
         rows, lengths, starts = (place.of(inputs.words) for place in inputs.tables)
-        blocks = tables.blocks[:, : self.table_blocks][rows]
-        there = Tables(blocks, lengths, starts, self.num_decoding)
+        first = tables.state_blocks
+        end = None if self.table_blocks is None else first + self.table_blocks
+        blocks = tables.blocks[:, first:end][rows]
+        states = None
+        if inputs.states is not None:
+            items, chunks = (place.of(inputs.words) for place in inputs.states)
+            states = StateTables(tables.blocks[:, :first][rows], items, chunks)
+        there = Tables(blocks, lengths, starts, self.num_decoding, states)
         return Batch(
             token_ids, positions, slots, self.chunks, there, *inputs.adapted_rows()
         )
@@ -201,6 +222,8 @@ class _Lists:
     lengths: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     changes: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
+    states: list[StateItem] = field(default_factory=list)
+    state_chunks: list[tuple[int, int]] = field(default_factory=list)
     has_unknown_tokens: bool = False
     masks: dict[int, Words] = field(default_factory=dict)  # by sample
     # The same, with penalties.
@@ -229,6 +252,11 @@ class _Lists:
         self.samples += [IDLE_SAMPLE] * samples
         self.table_rows += [IDLE_ROW] * sequences
         self.lengths += [0] * sequences
+        # A step of decoding sequences has a row for each, which padding must not share.
+        last = bucket.num_sequences
+        self.states += [
+            StateItem(row, 0, 0, 0, 0, 0) for row in range(last - sequences, last)
+        ]
         if not bucket.num_decoding:
             starts = self.starts or [0]
             self.starts = starts + starts[-1:] * (
@@ -244,6 +272,7 @@ class ModelFacts(NamedTuple):
     state_blocks: int = 0  # that hold the state of a sequence
     # The numbers of adapters behind them that may get a name later.
     num_lora_slots: int = 0
+    has_matrices: bool = False  # a state has more than the inputs of a convolution
 
 
 class Packer:
@@ -270,6 +299,7 @@ class Packer:
         self.buckets: Sequence[Bucket] = ()
         self._block_size = model.block_size
         self._state_blocks = model.state_blocks
+        self._has_matrices = model.has_matrices
         self._eos_token_ids = model.eos_token_ids
         self._tables = tables
         self._allocate = allocate
@@ -376,6 +406,9 @@ class Packer:
     ) -> PackedStep:
         held_back += [()] * (bucket.num_sequences - len(held_back))
         lists.pad(bucket)
+        if self._state_blocks:
+            chunks = self._most_chunks(bucket) - len(lists.state_chunks)
+            lists.state_chunks += [IDLE_CHUNK] * chunks
         inputs = self._laid(lists, held_back, BUCKET_HELD_BACK, is_padded=True)
         num_decoding = bucket.num_decoding
         return PackedStep(
@@ -505,7 +538,7 @@ class Packer:
             end = part.start + part.length
             num_blocks = -(-end // self._block_size)
             width = max(width, num_blocks)
-            table = part.block_table[:num_blocks]
+            table = (*part.state, *part.block_table[:num_blocks])
             lists.table_rows.append(self._tables.follow(part.key, table, lists.changes))
             lists.lengths.append(end)
             if index >= num_decoding:
@@ -513,7 +546,30 @@ class Packer:
                 start += part.length
         if lists.starts:
             lists.starts.append(start)
+        if self._state_blocks:
+            self._add_states(lists, slices)
         return width
+
+    def _add_states(self, lists: _Lists, slices: Sequence[Slice]) -> None:
+        row = 0
+        for part in slices:
+            span = part.start, part.start + part.length
+            lists.states.append(
+                state_item(
+                    row,
+                    span,
+                    part.num_prompt_tokens,
+                    (part.num_held, part.num_guesses),
+                    has_matrices=self._has_matrices,
+                )
+            )
+            row += part.length
+        lists.state_chunks = state_chunks(lists.states)
+
+    def _most_chunks(self, bucket: Bucket) -> int:
+        if not bucket.num_decoding:
+            return most_chunks(bucket.num_tokens, bucket.num_sequences)
+        return 0 if self._has_matrices else bucket.num_sequences
 
     def _laid(
         self,
@@ -573,6 +629,15 @@ class Packer:
                 into.put(lists.starts, torch.int32),
             )
             places, blocks = lists.changes
+            if self._state_blocks:
+                items = np.array(lists.states, np.int32).reshape(
+                    -1, len(StateItem._fields)
+                )
+                cuts = np.array(lists.state_chunks, np.int32).reshape(-1, 2)
+                inputs.states = (
+                    into.put(items, torch.int32),
+                    into.put(cuts, torch.int32),
+                )
             if places:
                 inputs.changes = into.put(places), into.put(blocks, torch.int32)
         if (new := lists.new_rows).rows:

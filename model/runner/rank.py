@@ -17,7 +17,7 @@ from torch import Tensor
 
 from baton.kernels.cpu.functions import CpuLinears, CpuSampler
 from baton.kernels.cpu.library import CpuLibrary, has_bf16_tiles
-from baton.kernels.proofs import NARROW, NARROW_EXPERTS, PRODUCTS
+from baton.kernels.proofs import NARROW, NARROW_EXPERTS, PRODUCTS, STATES
 from baton.kernels.reference import NarrowWeight
 from baton.kv_transfer.agent import TransferAgent, make_port
 from baton.kv_transfer.interfaces import PoolMemory
@@ -249,6 +249,11 @@ def _loaded(
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     with one_line_errors(plan.device, "while it proves its kernels"):
         kernels = _device_kernels(plan, config, ranks, progress)
+    if plan.layout.state_blocks and STATES not in kernels.proven:
+        raise NodeError(
+            "layers that keep a state cannot be computed: their kernels are not proven on this "
+            "GPU, and the line before says why; --device cpu computes without it"
+        )
     if kernels.is_ordered:
         keep_sums_whole()
     with one_line_errors(plan.device, "while it loads the model"):
@@ -281,7 +286,7 @@ def plan_rank(config: ClusterConfig, num_ranks: int) -> RankPlan:
     dtype = torch.float32 if name == "float32" else torch.bfloat16
     pool_dtype = _pool_dtype(config, decoder, dtype)
     layout = kv_layout(decoder, config.cache, num_ranks, pool_dtype)
-    device = _device(config, decoder, num_ranks)
+    device = _device(config, decoder, num_ranks, dtype)
     max_num_batched_tokens, max_num_seqs = STEP_LIMITS[device.type]
     if device.type == "cuda" and config.engine.max_num_seqs > MAX_SEQUENCES:
         raise ConfigError(
@@ -576,6 +581,7 @@ def _on_gpu(
     from baton.model.runner.peer_memory import CudaPeerMemory, shareable_memory
 
     ranks = decoder.ranks
+    states = states_of(plan.decoder, config.cache, ranks.size, plan.pool_dtype)
 
     def runner_over(num_blocks: int, generations: HostPool | None = None) -> Runner:
         shape = pool_shape(
@@ -584,7 +590,7 @@ def _on_gpu(
         with shareable_memory():
             of_index = index_shape(plan.decoder, config.cache, num_blocks)
             cache = device_cache(
-                shape, plan.pool_dtype, plan.device, generations, of_index
+                shape, plan.pool_dtype, plan.device, generations, of_index, states
             )
         num_heads, _ = local_heads(plan.decoder, ranks.size)
         backend = CudaBackend(
@@ -593,6 +599,7 @@ def _on_gpu(
             *_rotation(plan),
             is_ordered=kernels.is_ordered,
             index=_index_pool(plan, cache),
+            states=states,
             proven=kernels.proven,
         )
         vocab = plan.decoder.vocab_size
@@ -677,7 +684,9 @@ def give_back_freed_memory() -> None:
         trim(0)
 
 
-def _device(config: ClusterConfig, decoder: AnyConfig, num_ranks: int) -> torch.device:
+def _device(
+    config: ClusterConfig, decoder: AnyConfig, num_ranks: int, dtype: torch.dtype
+) -> torch.device:
     """Return the device to compute on. `auto` logs one line if the GPU cannot serve the model.
 
     Raises `ConfigError` for a GPU that does not work: a large model would take the CPUs for days.
@@ -687,7 +696,7 @@ def _device(config: ClusterConfig, decoder: AnyConfig, num_ranks: int) -> torch.
     if wanted == "cpu" or (wanted == "auto" and not is_there):
         return torch.device("cpu")
     broken = why_no_gpu()
-    reason = broken or _lacking_on_gpus(config, decoder, num_ranks)
+    reason = broken or _lacking_on_gpus(config, decoder, num_ranks, dtype)
     if not reason:
         return torch.device("cuda", 0)
     if wanted == "cuda":
@@ -698,22 +707,30 @@ def _device(config: ClusterConfig, decoder: AnyConfig, num_ranks: int) -> torch.
     return torch.device("cpu")
 
 
-def _lacking_on_gpus(config: ClusterConfig, decoder: AnyConfig, num_ranks: int) -> str:
+def _lacking_on_gpus(
+    config: ClusterConfig, decoder: AnyConfig, num_ranks: int, dtype: torch.dtype
+) -> str:
     # One rank takes the GPU that torch has found, even if /dev shows none, as under WSL.
     if num_ranks > 1 and num_ranks > (num_seen := len(gpus_of(0))):
         need = f"{num_ranks} ranks (engine.tensor_parallel_size) need one GPU each"
         return f"{need}, but this node sees {num_seen}"
     if isinstance(decoder, DecoderConfig) and decoder.has_draft_head:
         return f"{METHOD}: only CPUs draft with a part of the model yet; use ngram"
-    if isinstance(decoder, DecoderConfig) and decoder.state is not None:
-        return f"layers of {decoder.family} that keep a state have no CUDA kernel yet"
     if isinstance(decoder, DecoderConfig) and decoder.kinds is not None:
         return f"layers of {decoder.family} with heads of several sizes have no CUDA kernel yet"
     if isinstance(decoder, DecoderConfig) and decoder.chunks is not None:
         return f"layers of {decoder.family} that attend within chunks have no CUDA kernel yet"
     # Triton exists on Linux only and is slow to import: only a rank on a GPU needs it.
+    from baton.kernels.cuda.states.functions import missing_for as missing_for_states
     from baton.model.layers.cuda_backend import missing_for, missing_for_index
 
+    states = states_of(decoder, config.cache, num_ranks, dtype)
+    if states is not None:
+        assert isinstance(decoder, DecoderConfig), "it has states"
+        assert decoder.state is not None, "it has states"
+        by_key = decoder.state.names.kind == "key_delta"
+        if missing := missing_for_states(states, dtype, by_key=by_key):
+            return missing
     if isinstance(decoder, DecoderConfig) and decoder.index is not None:
         index = decoder.index
         if missing := missing_for_index(index.num_heads, index.head_dim):

@@ -124,16 +124,19 @@ class Runner:
         self._queue = queue
         self._clock = clock
         self._tables = None
-        if backend.table_blocks:
-            self._tables = DeviceTables(MAX_SEQUENCES, backend.table_blocks, device)
-        self._ring = torch.zeros(RING_TOKENS, dtype=torch.int64, device=device)
         state_blocks = 0 if cache.states is None else cache.states.num_blocks
+        if backend.table_blocks:
+            self._tables = DeviceTables(
+                MAX_SEQUENCES, backend.table_blocks, device, state_blocks
+            )
+        self._ring = torch.zeros(RING_TOKENS, dtype=torch.int64, device=device)
         facts = ModelFacts(
             cache.pool.shape[4],
             sampler.eos_token_ids,
             decoder.lora_modules,
             state_blocks,
             decoder.num_lora_slots,
+            cache.states is not None and cache.states.shape.has_matrices,
         )
         self._packer = Packer(
             facts,

@@ -30,7 +30,8 @@ def test_tokens_are_those_that_transformers_generates(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_gpus_refuse_what_their_kernels_lack(kind):
     config = compute_config(foreign_folder(kind))
-    reason = _lacking_on_gpus(config, read_decoder_config(foreign_folder(kind)), 1)
+    decoder = read_decoder_config(foreign_folder(kind))
+    reason = _lacking_on_gpus(config, decoder, 1, torch.bfloat16)
     assert reason.endswith("have no CUDA kernel yet")
 
 

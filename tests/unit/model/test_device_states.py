@@ -1,0 +1,106 @@
+"""Models whose layers keep a state on the CUDA backend; its kernels run interpreted here."""
+
+import json
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from baton.kernels.proofs import STATES
+from baton.model.config.decoder_config import read_decoder_config
+from baton.model.runner import rank
+from baton.model.runner.device_kernels import DeviceKernels
+from baton.model.tensor_parallel import SingleRank
+from baton.protocol.errors import NodeError
+from tests.support.compute import compute_config, no_progress
+from tests.support.foreign_checkpoints import foreign_folder
+from tests.support.module_process import said_by
+
+# Far more than it takes on a machine that others use.
+pytestmark = pytest.mark.timeout(600)
+TWO_LAYERS = {
+    "num_hidden_layers": 2,
+    "layer_types": ("linear_attention", "full_attention"),
+}
+DELTA = {
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 32,
+    **TWO_LAYERS,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "lfm2": {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "layer_types": ("conv", "full_attention"),
+    },
+    "qwen3_5_text": DELTA,
+    "qwen3_next": DELTA,
+    "granitemoehybrid": {"num_attention_heads": 2, **TWO_LAYERS},
+    "nemotron_h": {
+        "head_dim": 32,
+        "layers_block_type": ("linear_attention", "full_attention"),
+    },
+}
+
+
+def said_of(kind: str, *words: str) -> dict[str, Any]:
+    if sys.platform != "linux":
+        pytest.skip("Triton runs on Linux only")
+    folder = str(foreign_folder(kind, **MODELS[kind]))
+    (line,) = said_by(
+        "tests.support.interpret_states",
+        folder,
+        *words,
+        env={"TRITON_INTERPRET": "1"},
+        timeout_s=580.0,
+    )
+    said: dict[str, Any] = json.loads(line)
+    return said
+
+
+def test_a_captured_step_reads_states_where_its_inputs_say():
+    assert said_of("lfm2", "captured") == {"captured": []}
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_rank_computes_what_one_on_a_cpu_does_with_the_same_bits_in_any_slices(kind):
+    """Chunks, steps, resumed and repeated tokens, guesses, checkpoints, and captured steps."""
+    found = said_of(kind)
+    # Of bf16: channels are rounded, and what comes of them.
+    assert max(found["errors"].values()) < 2e-2, found["errors"]
+    assert found["captured"] == []
+    assert not found["is_batch_invariant"]
+    if not found["keeps_bits"]:
+        pytest.skip("no row rule was found on this CPU")
+    assert found["differing"] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "block_size", "reason"),
+    [
+        ("qwen3_5_text", torch.float32, 64, "set model.dtype=bfloat16"),
+        ("qwen3_5_text", torch.bfloat16, 16, "raise cache.block_size"),
+        ("kimi_linear", torch.bfloat16, 64, "a decay for each number of a key"),
+    ],
+)
+def test_a_gpu_refuses_states_that_its_kernels_do_not_take(
+    kind, dtype, block_size, reason
+):
+    folder = foreign_folder(kind, **MODELS.get(kind, {}))
+    config = compute_config(folder, block_size=block_size)
+    decoder = read_decoder_config(folder)
+    assert reason in rank._lacking_on_gpus(config, decoder, 1, dtype)
+
+
+def test_a_gpu_that_does_not_prove_the_kernels_refuses_the_model(monkeypatch):
+    config = compute_config(foreign_folder("lfm2", **MODELS["lfm2"]), "bfloat16")
+    plan = replace(rank.plan_rank(config, 1), device=torch.device("cuda", 0))
+    failed = DeviceKernels(unproven=(STATES,))
+    monkeypatch.setattr(rank, "_device_kernels", lambda *_: failed)
+    with pytest.raises(NodeError, match="not proven on this GPU"):
+        rank._loaded(plan, config, SingleRank(), no_progress)
