@@ -11,10 +11,9 @@ from math import lcm
 
 from baton.node.scheduling.block_pool import BlockPool
 from baton.node.scheduling.plan import StepPlan
-from baton.node.scheduling.request import Sequence
+from baton.node.scheduling.request import UNIT_TOKENS, Sequence
 from baton.protocol.blocks import BlockHash, blocks_for, state_hashes
 
-UNIT_TOKENS = 64  # checkpoints are at multiples of it
 # Checkpoints that a long prompt has on its way take at most this share of what its tokens take.
 MAX_SHARE = 0.5
 

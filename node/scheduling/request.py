@@ -31,6 +31,8 @@ from baton.protocol.sampling import Sampling
 
 # Stands for rules that the runner has, because they may be long.
 KNOWN_GRAMMAR = " "
+# States are kept at multiples of it, and go through so many tokens of a prompt at once on GPUs.
+UNIT_TOKENS = 64
 
 
 @dataclass(slots=True)
@@ -333,11 +335,16 @@ class Sequence:
     def chunk(self, budget: int, samples: tuple[int, ...], step_id: int) -> Slice:
         """Return at most `budget` next tokens as a slice. The last chunk samples or pools.
 
-        A chunk does not go beyond a checkpoint.
+        A chunk does not go beyond a checkpoint. Where there is a state, it ends at a multiple of
+        `UNIT_TOKENS` if that leaves anything of it.
         """
         start = self.num_planned_tokens
         end = next((one for one in self.checkpoints if one > start), self.num_tokens)
         length = max(1, min(budget - self.num_repeated, end - start))
+        if self.state and start + length < end:
+            last_cut = (start + length) // UNIT_TOKENS * UNIT_TOKENS
+            if last_cut > start:
+                length = last_cut - start
         is_last = (
             length == self.num_unplanned_tokens
             and self.request.sampling.pooling is None

@@ -5,8 +5,10 @@ import random
 import msgspec
 import pytest
 
+from baton.kernels.constants import STATE_CHUNK
 from baton.kv_transfer.interfaces import BeginReceive, KVReceived, Offer, Released
 from baton.node.scheduling.plan import StepPlan, StepResult
+from baton.node.scheduling.request import UNIT_TOKENS
 from baton.prefill_node.scheduler import PrefillScheduler
 from baton.protocol.blocks import block_hashes, state_hashes
 from baton.protocol.config import EngineConfig
@@ -322,3 +324,24 @@ def test_random_prompts_that_share_prefixes_keep_their_states(seed):
             assert said == continuation(prompt, max_tokens, choice)[: len(said)]
     assert drive.pool.num_owned == 0
     assert drive.pool.num_free == drive.pool.num_blocks
+
+
+@pytest.mark.parametrize(
+    ("budget", "ends"),
+    [(100, [64, 150]), (64, [64, 128, 150]), (40, [40, 64, 104, 128])],
+)
+def test_chunks_of_a_prompt_end_where_those_of_its_state_do(budget, ends):
+    """A smaller budget leaves no choice at first; checkpoints are off."""
+    limits = msgspec.structs.replace(LIMITS, max_num_batched_tokens=budget)
+    drive = prefill_drive(limits=limits, state_blocks=STATE)
+    drive.pool.caches_prefixes = False
+    drive.scheduler.add(0.0, 0, prefill("r", [n % 50 for n in range(150)]))
+    found = []
+    while (plan := drive.launch()) is not None:
+        found += [part.start + part.length for part in plan.slices]
+        drive.scheduler.settle(0.0, plan, result_of(drive.model, plan))
+    assert found[: len(ends)] == ends
+
+
+def test_the_kernels_of_gpus_cut_chunks_where_schedulers_do():
+    assert UNIT_TOKENS == STATE_CHUNK
