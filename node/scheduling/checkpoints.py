@@ -161,10 +161,12 @@ def _positions(
     """Return where a prompt keeps its state: before its end, where others left it, on its way.
 
     The blocks of `num_shared_tokens` were cached, so another prompt has begun with the same tokens,
-    and the next one may.
+    and the next one may. On GPUs a state has other bits behind tokens of a response, which a
+    resumed sequence has, so there is no checkpoint behind them.
     """
     unit = _unit(pool)
-    last = sequence.num_tokens - 1
+    num_prompt_tokens = sequence.request.num_prompt_tokens
+    last = min(sequence.num_tokens, num_prompt_tokens) - 1
     of_state = pool.state_blocks * pool.block_size / MAX_SHARE
     spacing = blocks_for(round(of_state), unit) * unit
     wanted = {

@@ -239,6 +239,16 @@ def test_a_prefix_that_several_prompts_share_gets_a_checkpoint(make):
     assert starts == [0, 0, 64]
 
 
+def test_a_resumed_sequence_leaves_no_checkpoint_behind_its_prompt():
+    drive = decode_drive(256, state_blocks=STATE)
+    resumed = msgspec.structs.replace(
+        local("a", text(150), max_tokens=60), num_prompt_tokens=100
+    )
+    drive.scheduler.add(0.0, 0, resumed)
+    drive.run()
+    assert ask(drive, "b", text(150))[0][0] == 64
+
+
 def test_long_prompts_have_checkpoints_on_their_way():
     limits = msgspec.structs.replace(
         LIMITS, max_model_len=2000, max_num_batched_tokens=500
