@@ -32,6 +32,7 @@ EPS = 1e-6
 PROMPT = 139
 CUTS = (0, 64, 128, PROMPT, PROMPT + 1, PROMPT + 2, PROMPT + 3, PROMPT + 4)
 LENGTH = CUTS[-1]
+RAGGED_CUT = 50
 LONG = 2000  # of a prompt that only a GPU computes
 NUM_GUESSES = 2
 # Of the norms of a head's numbers. A state in bf16, or products in tf32, would have more.
@@ -174,6 +175,15 @@ class StateTrial:
             if not _equal(own, self._whole[first:end]):
                 yield f"tokens {first} to {end} have other bits by themselves"
         yield self._differs(1)
+        if self._shape.has_matrices:
+            yield from self._of_ragged_chunks()
+
+    def _of_ragged_chunks(self) -> Iterator[str]:
+        """Cut a prompt where no chunk ends: its bits may be others, but not its state."""
+        self._compute((3, 0, RAGGED_CUT))
+        self._compute((3, RAGGED_CUT, LENGTH))
+        ours, whole = (self._bytes.matrices(LAYER, self._blocks(i)) for i in (3, 0))
+        yield _error("a state behind short chunks", ours, whole, STATE_ERROR)
 
     def _of_held_and_guesses(self) -> Iterator[str]:
         again = self._compute((1, LENGTH - 1, LENGTH), num_held=1)
