@@ -20,8 +20,10 @@ from triton.backends.compiler import GPUTarget
 from baton.kernels.cuda.fixed_product import fixed_product
 from baton.kernels.cuda.grouped_product import grouped_product
 from baton.kernels.cuda.sampling import sample_tokens
+from baton.kernels.cuda.states.state_proof import StateTrial
 from baton.kernels.cuda.token_counts import penalize_counted
 from baton.kernels.proofs import ONE_ORDER, PREFILL
+from baton.kernels.state_layout import StateShape, state_layout
 from baton.model.config.latent_config import LatentConfig
 from baton.model.config.rope_config import Rope
 from baton.model.layers.attention import IndexPool
@@ -52,6 +54,7 @@ LATENT = LatentConfig(None, 512, 128, 64, 128, is_interleaved=True)
 INDEX_HEADS = 64
 INDEX_DIM = 128
 NUM_CHOSEN = 2048
+STATE = StateShape(2, 8, 4, 128, 128, 2048, 4)
 NUM_BLOCKS = 48
 BLOCK_SIZE = 16
 MAX_LEN = 4096
@@ -90,6 +93,7 @@ def runner(
     is_ordered: bool,
     is_latent: bool,
     is_sparse: bool,
+    has_states: bool = False,
     proven: frozenset[str] = frozenset(),
 ) -> Runner:
     dtype = torch.bfloat16
@@ -98,7 +102,11 @@ def runner(
     if is_latent:
         stored = (1, SHAPE.num_layers, 1, BLOCK_SIZE, LATENT.row_dim)
     pool = torch.empty((NUM_BLOCKS, *stored), dtype=dtype, device=device)
-    cache = KVCache(pool, np.zeros(NUM_BLOCKS, np.uint32))
+    states = None
+    if has_states:
+        block_bytes = pool.stride(0) * pool.element_size()
+        states = state_layout(STATE, 1, block_bytes, pool.element_size())
+    cache = KVCache(pool, np.zeros(NUM_BLOCKS, np.uint32), states)
     rotated = LATENT.qk_rope_head_dim if is_latent else SHAPE.head_dim
     table = rope_table(Rope(1e6), rotated, MAX_LEN)
     keys = torch.empty(
@@ -114,6 +122,7 @@ def runner(
         1e-6,
         is_ordered=is_ordered,
         index=index,
+        states=states,
         proven=proven,
     )
     decoder = random_decoder(SHAPE, dtype, device)
@@ -121,6 +130,8 @@ def runner(
         decoder = with_ordered_products(decoder)
     if is_latent:
         decoder = with_latent_attention(decoder, device, is_sparse=is_sparse)
+    if has_states:
+        decoder = with_a_state(decoder, device)
     decoder = with_experts(decoder, grouped_product, 16)
     counts = DeviceCounts(MAX_SEQS, SHAPE.vocab_size, device, penalize_counted)
     sampler = Sampler((2,), sample_tokens, counts=counts)
@@ -181,7 +192,34 @@ def with_latent_attention(
     return replace(decoder, layers=layers)
 
 
-def batch(luck: random.Random, step: int) -> StepPlan:
+def with_a_state(decoder: Decoder, device: torch.device) -> Decoder:
+    """The first layer keeps a state."""
+    weights = StateTrial(STATE, "delta", 1, "cpu").weights
+    gates = weights.gates
+    assert gates is not None
+
+    def empty(like: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(like, device=device)
+
+    weights = replace(
+        weights,
+        taps=empty(weights.taps),
+        norm=empty(weights.norm),
+        gates=replace(gates, rates=empty(gates.rates), biases=empty(gates.biases)),
+    )
+    heads = STATE.num_groups * STATE.num_heads
+    width = heads * STATE.value_dim
+    rows = STATE.num_groups * STATE.num_channels + width + 2 * heads
+    sizes = (rows, SHAPE.hidden_size), (SHAPE.hidden_size, width)
+    inputs, output = (
+        Linear(torch.empty(size, dtype=torch.bfloat16, device=device)) for size in sizes
+    )
+    first, *others = decoder.layers
+    first = replace(first, qkv=inputs, output=output, head_norms=None, state=weights)
+    return replace(decoder, layers=(first, *others))
+
+
+def batch(luck: random.Random, step: int, state_blocks: int) -> StepPlan:
     """Return a step of sequences that decode, prompts at any place, or both."""
     num_decoding = luck.choice((0, 1, 1, 2, 5, 16, 33, MAX_SEQS))
     lengths = [1] * num_decoding + [
@@ -214,6 +252,7 @@ def batch(luck: random.Random, step: int) -> StepPlan:
                 sampling if samples else None,
                 start + length,
                 past=(5, 5) if samples else None,
+                state=tuple(luck.randrange(NUM_BLOCKS) for _ in range(state_blocks)),
             )
         )
     return StepPlan(step, tuple(slices))
@@ -224,6 +263,7 @@ def steps_of(
     is_ordered: bool = False,
     is_latent: bool = False,
     is_sparse: bool = False,
+    has_states: bool = False,
     with_graphs: bool = False,
     proven: frozenset[str] = frozenset(),
 ) -> dict[str, object]:
@@ -236,8 +276,11 @@ def steps_of(
         is_ordered=is_ordered,
         is_latent=is_latent,
         is_sparse=is_sparse,
+        has_states=has_states,
         proven=proven,
     )
+    states = rank.cache.states
+    state_blocks = 0 if states is None else states.num_blocks
     prepare(rank, buckets_up_to(MAX_SEQS, 512) if with_graphs else (), lambda *_: None)
     after_warm_up = set(variants.found)
     luck = random.Random(0)
@@ -247,7 +290,7 @@ def steps_of(
     for step in range(NUM_BATCHES):
         before = queue.num_replays
         with Watch() as watch:
-            rank.launch(batch(luck, step))
+            rank.launch(batch(luck, step, state_blocks))
         rank.collect()
         copies.add(watch.num_copies_to_device)
         converted.update({"to", "_to_copy"} & set(watch.names))
@@ -273,10 +316,12 @@ def main() -> None:
         "ordered": steps_of(is_ordered=True),
         "latent": steps_of(is_latent=True),
         "sparse": steps_of(is_latent=True, is_sparse=True),
+        "states": steps_of(has_states=True),
         "hopper": steps_of(proven=HOPPER),
         "hopper ordered": steps_of(is_ordered=True, proven=HOPPER),
         "graphs": steps_of(with_graphs=True),
         "latent graphs": steps_of(is_latent=True, with_graphs=True),
+        "states graphs": steps_of(has_states=True, with_graphs=True),
         "sparse graphs": steps_of(is_latent=True, is_sparse=True, with_graphs=True),
     }
     print(json.dumps(said))

@@ -89,7 +89,7 @@ class StateTrial:
         ).to(self._device, torch.bfloat16)
         self._states = DeviceStates(self._pool, self._layout)
         self._bytes = StateBytes(self._pool, self._layout)
-        self._weights = self._weights_of(kind)
+        self.weights = self._weights_of(kind)
         self._x = self._numbers(length, self._width).to(torch.bfloat16)
         self._beside = self._numbers(length, self._width).to(torch.bfloat16)
 
@@ -114,7 +114,7 @@ class StateTrial:
         pool = torch.zeros_like(self._pool)
         stored = StateBytes(pool, self._layout)
         blocks = self._blocks(0)
-        weights = self._weights
+        weights = self.weights
         mixed = stored.convolve(LAYER, self._x, weights, blocks, 0)
         if not _equal(self._bytes.tail(LAYER, blocks), stored.tail(LAYER, blocks)):
             yield "the last inputs differ"
@@ -146,7 +146,7 @@ class StateTrial:
             heads = mixed[:, :, first : first + count].unflatten(2, (-1, width))
             copies = shape.num_heads // heads.shape[2]
             parts.append(heads.repeat_interleave(copies, dim=2).flatten(1, 2))
-        gates = self._weights.gates
+        gates = self.weights.gates
         assert gates is not None, "heads have matrices"
         decays, betas = reference.gate_steps(self._x, gates)
         size = (shape.num_groups * shape.num_heads, shape.key_dim, shape.value_dim)
@@ -158,7 +158,7 @@ class StateTrial:
             decays.double(),
             betas.double(),
             torch.zeros(size, dtype=torch.float64, device=self._device),
-            self._weights,
+            self.weights,
         )
         return out.flatten(1), matrices
 
@@ -262,10 +262,10 @@ class StateTrial:
         work = StateWork(
             tables, on_device(items), on_device(cuts).view(-1, 2), is_decoding
         )
-        out = self._states.advance(x, LAYER, work, self._weights)
+        out = self._states.advance(x, LAYER, work, self.weights)
         if not self._shape.has_matrices:
             return out
-        return self._states.gated_norm(out, x, self._weights, EPS)
+        return self._states.gated_norm(out, x, self.weights, EPS)
 
     def _blocks(self, number: int) -> list[int]:
         """Return the blocks of a sequence, in no order."""

@@ -53,8 +53,16 @@ HOPPER_KERNELS = {
     "_rope_store_kernel",
     *HOPPER_PREFILL,
 }
-EAGER = ("eager", "ordered", "latent", "sparse", "hopper", "hopper ordered")
-GRAPHS = ("graphs", "latent graphs", "sparse graphs")
+STATE_KERNELS = {
+    "_state_convolve_kernel",
+    "_state_intra_kernel",
+    "_state_scan_kernel",
+    "_state_step_kernel",
+    "_state_tails_kernel",
+    "_state_norm_kernel",
+}
+EAGER = ("eager", "ordered", "latent", "sparse", "states", "hopper", "hopper ordered")
+GRAPHS = ("graphs", "latent graphs", "states graphs", "sparse graphs")
 
 _WINDOW = {
     "head_dim": 32,
@@ -175,6 +183,9 @@ def test_warm_up_compiles_every_variant_that_random_batches_take(launched):
     sparse = launched["sparse"]
     assert sparse["added"] == []
     assert set(sparse["warm_up"]) == STEP_KERNELS - DENSE_KERNELS | SPARSE_KERNELS
+    states = launched["states"]
+    assert states["added"] == []
+    assert set(states["warm_up"]) == STEP_KERNELS | STATE_KERNELS
     assert [launched[name]["added"] for name in GRAPHS] == [[]] * len(GRAPHS)
 
 
