@@ -28,6 +28,7 @@ from baton.kernels.proofs import (
     possible,
     prove,
 )
+from baton.kernels.state_layout import StateShape
 from baton.model.batch_invariance.device_linears import keeps_bits
 from baton.model.layers.linear import Product
 from baton.model.runner.cuda_start import keep_sums_whole
@@ -46,7 +47,7 @@ BLOCK_SIZES = (16, 64)
 KEEPS_BITS = "rows keep their bits"
 FAR = "kernels beyond 2^31 elements"
 BF16 = torch.bfloat16
-# What kernels are proven for.
+# What kernels are proven for: the sizes of Qwen3-8B, and the states of Qwen3-Next.
 SHAPES = ModelShapes(
     (*QWEN3_8B.linears, (QWEN3_8B.vocab_size, QWEN3_8B.hidden_size)),
     QWEN3_8B.num_heads,
@@ -59,6 +60,8 @@ SHAPES = ModelShapes(
     # Those of Qwen3-30B-A3B.
     narrow_experts=NarrowExperts(128, ((1536, 2048), (2048, 768)), "int4", 128),
     max_model_len=40_960,
+    state=StateShape(2, 16, 8, 128, 128, 4096, 4),
+    state_kind="delta",
 )
 
 
