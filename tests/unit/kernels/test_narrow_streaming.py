@@ -293,7 +293,7 @@ def test_the_kernel_compiles_for_hopper(rows, tmp_path):
     reports = json.loads(lines[-1])
     assert len(reports) == len(kinds)
     for report in reports:
-        assert report["local_bytes"] <= (64 if rows == 128 else 8), report
+        assert report["local_bytes"] <= (64 if rows >= 128 else 8), report
         assert report["shared_bytes"] <= 232_448, report
         # Of both warpgroups, for each 16 of 128 inputs.
         assert report["products"] == 16, report
