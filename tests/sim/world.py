@@ -365,9 +365,12 @@ class World:
                 (node.name, peer.name),
                 (peer.name, node.name),
             }
+            # A process that can allocate no message loses its sessions again and again.
+            is_short = node.process.is_out_of_memory or peer.process.is_out_of_memory
             if (
                 not (node.is_up and peer.is_up and key in peer.ended_receives())
                 or is_silent
+                or is_short
             ):
                 self._unwanted_since_s.pop((node.process, key), None)
                 continue
