@@ -122,7 +122,7 @@ class StateBytes:
         shape = self._layout.shape
         mixed = self.convolve(layer, x, weights, blocks, start, num_guesses)
         matrices = self.matrices(layer, blocks).flatten(0, 1)
-        if start == 0:
+        if start + num_held == 0:
             matrices = torch.zeros_like(matrices)
         keys = shape.num_key_heads * shape.key_dim
         values = shape.num_heads * shape.value_dim

@@ -251,9 +251,9 @@ def advance_states(
                 matrix = shift(
                     blocks, table[offset // part] * stride_block + offset % part
                 )
-            elif position > 0:
+            elif position + num_held > 0:
                 copy_part(flat, blocks, table, offset, size, part, stride_block, 0)
-            if position == 0:
+            if position + num_held == 0:
                 for i in range(0, size, WIDTH):
                     store(matrix, i, every(ZERO))
             first = 0

@@ -90,6 +90,23 @@ def test_a_row_has_the_same_bits_whole_in_chunks_and_in_a_crowd(kind, dtype):
         assert torch.equal(again, expected[89:])
 
 
+@pytest.mark.parametrize("kernels", ["compiled", "torch"])
+@pytest.mark.parametrize("kind", STATES)
+def test_the_only_token_of_a_prompt_can_be_computed_again(kind, kernels):
+    config = with_values(
+        compute_config(foreign_folder(kind)), {"engine.kernels": kernels}
+    )
+    with loaded(config) as runner:
+        runner.cache.pool.fill_(float("nan"))
+        text = Text("a", prompt(2), range(3, 20), state=state_of(runner))
+        expected = logits(runner, text.chunk(0, 1))[0]
+        again = logits(runner, text.chunk(0, 1, num_held=1))[0]
+        assert_close(again, expected, CLOSE)
+        after = logits(runner, text.chunk(1, 2))[0]
+        other = Text("b", prompt(2), range(20, 37), state=state_of(runner, 1))
+        assert_close(after, logits(runner, other.chunk(0, 2))[0][1:], CLOSE)
+
+
 @pytest.mark.parametrize("kind", STATES)
 def test_bf16_logits_are_as_near_to_fp32_as_those_of_transformers(kind):
     """Without a choice of experts, because near ties differ in bf16."""
