@@ -23,6 +23,16 @@ LENGTH_EPS = 1e-6  # of the squared length of a query or key
 
 
 @dataclass(frozen=True, slots=True)
+class StateTables:
+    """The states of a step's sequences in device memory."""
+
+    blocks: Tensor  # [num_sequences, state_blocks] int32
+    items: Tensor  # [num_sequences, 6] int32: each a `StateItem`
+    chunks: Tensor  # [num_chunks, 2] int32: of `state_chunks`
+    is_decoding: bool  # every sequence has one token, or is padding
+
+
+@dataclass(frozen=True, slots=True)
 class Gates:
     """How numbers of a row become each head's decays and beta.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from baton.kernels import reference, sparse_reference, state_reference
 from baton.kernels.constants import SILU, Gate
 from baton.kernels.state_layout import StateLayout
-from baton.kernels.state_reference import StateBytes, StateWeights
+from baton.kernels.state_reference import StateBytes, StateTables, StateWeights
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):
@@ -73,16 +73,7 @@ class Tables:
     context_lens: Tensor  # [num_sequences] int32; 0 is padding
     query_starts: Tensor  # [num_sequences - num_decoding + 1] int32, or empty
     num_decoding: int
-    states: "StateTables | None" = None
-
-
-@dataclass(slots=True, frozen=True)
-class StateTables:
-    """The states of a batch's sequences, if the model has any."""
-
-    blocks: Tensor  # [num_sequences, state_blocks] int32
-    items: Tensor  # [num_sequences, 6] int32: each a `StateItem`
-    chunks: Tensor  # [num_chunks, 2] int32
+    states: StateTables | None = None
 
 
 @dataclass(slots=True, frozen=True)

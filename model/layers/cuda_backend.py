@@ -27,7 +27,7 @@ from baton.kernels.cuda.pool_writes import rope_and_store
 from baton.kernels.cuda.prefill_attention import paged_prefill_attention
 from baton.kernels.cuda.rows import add_rms_norm, gate_mul
 from baton.kernels.cuda.sparse_attention import MAX_HEAD_DIM, MAX_HEADS, choose_keys
-from baton.kernels.cuda.states.functions import DeviceStates, StateWork
+from baton.kernels.cuda.states.functions import DeviceStates
 from baton.kernels.proofs import ONE_ORDER, PREFILL
 from baton.kernels.state_layout import StateLayout
 from baton.kernels.state_reference import StateWeights, gated_inputs, gated_outputs
@@ -96,12 +96,6 @@ class CudaBackend:
             # A token of padding is not stored, and sees nothing.
             seen = torch.where(batch.slots < 0, 0, batch.positions + 1)
             self._num_seen = seen.to(torch.int32)
-        if batch.tables.states is not None:
-            states = batch.tables.states
-            is_decoding = batch.tables.num_decoding == len(states.items)
-            self._state_work = StateWork(
-                states.blocks, states.items, states.chunks, is_decoding
-            )
 
     def attend(
         self,
@@ -201,13 +195,14 @@ class CudaBackend:
         self, layer: int, x: Tensor, weights: StateWeights, rows: Tensor | None = None
     ) -> Tensor:
         states = self._states
+        tables = self._tables.states
         assert states is not None, "the pool has states"
-        work = self._state_work
+        assert tables is not None, "so the step has them"
         if weights.gates is None:
             inputs, gates = gated_inputs(x)
-            mixed = states.advance(inputs, layer, work, weights)
+            mixed = states.advance(inputs, layer, tables, weights)
             return gated_outputs(mixed, gates, rows)
-        out = states.advance(x, layer, work, weights)
+        out = states.advance(x, layer, tables, weights)
         return states.gated_norm(out, x, weights, self.eps, rows)
 
     def choose(self, layer: int, heads: Tensor, weights: Tensor) -> None:

@@ -23,11 +23,11 @@ from baton.kernels.state_layout import (
     state_chunks,
     state_item,
 )
+from baton.kernels.state_reference import StateTables
 from baton.model.layers.attention import (
     AdaptedRows,
     Batch,
     Chunk,
-    StateTables,
     Tables,
 )
 from baton.model.runner.device_state import (
@@ -200,7 +200,12 @@ class PackedStep:
         states = None
         if inputs.states is not None:
             items, chunks = (place.of(inputs.words) for place in inputs.states)
-            states = StateTables(tables.blocks[:, :first][rows], items, chunks)
+            states = StateTables(
+                tables.blocks[:, :first][rows],
+                items,
+                chunks,
+                is_decoding=self.num_decoding == len(rows),
+            )
         there = Tables(blocks, lengths, starts, self.num_decoding, states)
         return Batch(
             token_ids, positions, slots, self.chunks, there, *inputs.adapted_rows()

@@ -6,8 +6,6 @@ do not depend on where slices begin, as long as those of prompts begin at multip
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 from torch import Tensor
@@ -25,7 +23,7 @@ from baton.kernels.cuda.states.steps import (
     _state_tails_kernel,
 )
 from baton.kernels.state_layout import MATRIX_BYTES, StateLayout, StateShape
-from baton.kernels.state_reference import StateWeights
+from baton.kernels.state_reference import StateTables, StateWeights
 
 KEY_DIMS = (16, 32, 64, 128)
 COLUMNS = (16, 32, 64)  # of a strip
@@ -35,15 +33,6 @@ WIDTH = 128  # channels of a program, where nothing norms queries and keys
 SCANS = ((16, 1), (32, 2))
 NORM_NUMBERS = 2048  # of a program
 TAIL_CHANNELS = 1024
-
-
-class StateWork(NamedTuple):
-    """The sequences of one step."""
-
-    blocks: Tensor  # [num_sequences, state_blocks] int32
-    items: Tensor  # [num_sequences, 6] int32: each a `StateItem`
-    chunks: Tensor  # [num_chunks, 2] int32
-    is_decoding: bool  # every sequence has one token, or is padding
 
 
 def missing_for(layout: StateLayout, dtype: torch.dtype, *, by_key: bool) -> str:
@@ -110,7 +99,7 @@ class DeviceStates:
         self,
         x: Tensor,  # [num_tokens, channels and more]
         layer: int,
-        work: StateWork,
+        tables: StateTables,
         weights: StateWeights,
     ) -> Tensor:
         """Return what tokens read of their states, `[num_tokens, heads * value_dim]`.
@@ -119,18 +108,18 @@ class DeviceStates:
         """
         shape = self._shape
         if not shape.has_matrices:
-            y, _ = self._convolve(x, layer, work, weights, torch.float32)
-            self._keep_tails(x, layer, work)
+            y, _ = self._convolve(x, layer, tables, weights, torch.float32)
+            self._keep_tails(x, layer, tables)
             return y
         heads = shape.num_groups * shape.num_heads
         size = (len(x), heads * shape.value_dim)
         # A padded step leaves out rows of chunks.
-        out = x.new_empty(size) if work.is_decoding else x.new_zeros(size)
-        if len(work.chunks):
-            self._scan(x, layer, work, weights, out)
-        self._step(x, layer, work, weights, out)
-        if not work.is_decoding:
-            self._keep_tails(x, layer, work)
+        out = x.new_empty(size) if tables.is_decoding else x.new_zeros(size)
+        if len(tables.chunks):
+            self._scan(x, layer, tables, weights, out)
+        self._step(x, layer, tables, weights, out)
+        if not tables.is_decoding:
+            self._keep_tails(x, layer, tables)
         return out
 
     def gated_norm(
@@ -174,12 +163,17 @@ class DeviceStates:
     # --- inside --------------------------------------------------------------------------------
 
     def _step(
-        self, x: Tensor, layer: int, work: StateWork, weights: StateWeights, out: Tensor
+        self,
+        x: Tensor,
+        layer: int,
+        tables: StateTables,
+        weights: StateWeights,
+        out: Tensor,
     ) -> None:
         shape = self._shape
         gates = weights.gates
         assert gates is not None, "heads have matrices"
-        programs = len(work.items) * shape.num_groups * shape.num_heads
+        programs = len(tables.items) * shape.num_groups * shape.num_heads
         _state_step_kernel[(programs * shape.num_strips,)](
             x,
             weights.taps,
@@ -191,12 +185,12 @@ class DeviceStates:
             self._tails,
             self._strip_at,
             self._tail_at,
-            work.blocks,
-            work.items,
+            tables.blocks,
+            tables.items,
             out,
             layer,
             x.stride(0),
-            work.blocks.stride(0),
+            tables.blocks.stride(0),
             *self._strides,
             weights.scale,
             *gates.limits,
@@ -207,33 +201,38 @@ class DeviceStates:
             TO_STEPS=gates.to_steps,
             TO_BETAS=gates.to_betas,
             ACTIVATES=weights.activates,
-            MANY=not work.is_decoding,
+            MANY=not tables.is_decoding,
             num_warps=4,
             num_stages=1,
             enable_fp_fusion=True,
         )
 
     def _scan(
-        self, x: Tensor, layer: int, work: StateWork, weights: StateWeights, out: Tensor
+        self,
+        x: Tensor,
+        layer: int,
+        tables: StateTables,
+        weights: StateWeights,
+        out: Tensor,
     ) -> None:
         shape = self._shape
         gates = weights.gates
         assert gates is not None, "heads have matrices"
         num_rows = len(x)
         heads = shape.num_groups * shape.num_heads
-        y, lengths = self._convolve(x, layer, work, weights, x.dtype)
+        y, lengths = self._convolve(x, layer, tables, weights, x.dtype)
         w = x.new_empty(2, num_rows, heads, shape.key_dim) if weights.corrects else None
         u = x.new_empty(num_rows, heads, shape.value_dim, dtype=torch.float32)
         p = x.new_empty(num_rows, heads, STATE_CHUNK)
         decays = x.new_empty(num_rows, heads, dtype=torch.float32)
-        _state_intra_kernel[(heads, len(work.chunks))](
+        _state_intra_kernel[(heads, len(tables.chunks))](
             x,
             y,
             lengths,
             gates.rates,
             gates.biases,
-            work.items,
-            work.chunks,
+            tables.items,
+            tables.chunks,
             w,
             u,
             p,
@@ -251,7 +250,7 @@ class DeviceStates:
             enable_fp_fusion=True,
         )
         columns = min(shape.value_dim, self._scan_columns)
-        _state_scan_kernel[(shape.value_dim // columns, heads, len(work.items))](
+        _state_scan_kernel[(shape.value_dim // columns, heads, len(tables.items))](
             y,
             lengths,
             w,
@@ -261,12 +260,12 @@ class DeviceStates:
             weights.skips,
             self._matrices,
             self._strip_at,
-            work.blocks,
-            work.items,
+            tables.blocks,
+            tables.items,
             out,
             layer,
             num_rows,
-            work.blocks.stride(0),
+            tables.blocks.stride(0),
             *self._strides,
             weights.scale,
             **_heads(shape),
@@ -282,7 +281,7 @@ class DeviceStates:
         self,
         x: Tensor,
         layer: int,
-        work: StateWork,
+        tables: StateTables,
         weights: StateWeights,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor | None]:
@@ -303,20 +302,20 @@ class DeviceStates:
             )
         width = shape.key_dim if weights.is_normed else WIDTH
         blocks = triton.cdiv(shape.num_channels, width)
-        _state_convolve_kernel[(shape.num_groups * blocks, len(work.chunks))](
+        _state_convolve_kernel[(shape.num_groups * blocks, len(tables.chunks))](
             x,
             weights.taps,
             weights.tap_biases,
             self._tails,
             self._tail_at,
-            work.blocks,
-            work.items,
-            work.chunks,
+            tables.blocks,
+            tables.items,
+            tables.chunks,
             y,
             lengths,
             layer,
             x.stride(0),
-            work.blocks.stride(0),
+            tables.blocks.stride(0),
             *self._strides,
             GROUPS=shape.num_groups,
             CHANNELS=shape.num_channels,
@@ -330,18 +329,18 @@ class DeviceStates:
         )
         return y, lengths
 
-    def _keep_tails(self, x: Tensor, layer: int, work: StateWork) -> None:
+    def _keep_tails(self, x: Tensor, layer: int, tables: StateTables) -> None:
         shape = self._shape
         blocks = triton.cdiv(shape.num_channels, TAIL_CHANNELS)
-        _state_tails_kernel[(shape.num_groups * blocks, len(work.items))](
+        _state_tails_kernel[(shape.num_groups * blocks, len(tables.items))](
             x,
             self._tails,
             self._tail_at,
-            work.blocks,
-            work.items,
+            tables.blocks,
+            tables.items,
             layer,
             x.stride(0),
-            work.blocks.stride(0),
+            tables.blocks.stride(0),
             *self._strides,
             CHANNELS=shape.num_channels,
             TAPS=shape.num_taps,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from baton.kernels import state_reference as reference
 from baton.kernels.cuda.paged import LEAST_CAPABILITY
-from baton.kernels.cuda.states.functions import DeviceStates, StateWork
+from baton.kernels.cuda.states.functions import DeviceStates
 from baton.kernels.proofs import ModelShapes
 from baton.kernels.state_layout import (
     StateItem,
@@ -22,7 +22,7 @@ from baton.kernels.state_layout import (
     state_item,
     state_layout,
 )
-from baton.kernels.state_reference import Gates, StateBytes, StateWeights
+from baton.kernels.state_reference import Gates, StateBytes, StateTables, StateWeights
 
 LAYERS = 2
 LAYER = 1
@@ -258,11 +258,13 @@ class StateTrial:
         def on_device(values: Sequence[Sequence[int]]) -> Tensor:
             return torch.tensor(values, dtype=torch.int32, device=self._device)
 
-        tables = on_device([self._blocks(number) for number in numbers])
-        work = StateWork(
-            tables, on_device(items), on_device(cuts).view(-1, 2), is_decoding
+        tables = StateTables(
+            on_device([self._blocks(number) for number in numbers]),
+            on_device(items),
+            on_device(cuts).view(-1, 2),
+            is_decoding,
         )
-        out = self._states.advance(x, LAYER, work, self.weights)
+        out = self._states.advance(x, LAYER, tables, self.weights)
         if not self._shape.has_matrices:
             return out
         return self._states.gated_norm(out, x, self.weights, EPS)
