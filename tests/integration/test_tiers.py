@@ -109,6 +109,6 @@ def test_a_damaged_file_is_a_miss(damage, tmp_path):
     else:
         os.truncate(blocks.with_suffix(".index"), 100)
     assert run(tmp_path, config).metrics.num_cached_tokens < NUM_CACHED
-    # A block may count as saved until its record is read.
-    again = (run(tmp_path, config).metrics.num_cached_tokens for _ in range(2))
+    # A block may count as saved until its record is read, and a slow node may end before it is.
+    again = (run(tmp_path, config).metrics.num_cached_tokens for _ in range(6))
     assert NUM_CACHED in again
