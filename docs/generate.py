@@ -1,4 +1,4 @@
-"""Writes config.md, metrics.md and tables of fields.md and models.md from the code.
+"""Writes config.md, metrics.md and the lists of fields.md and models.md from the code.
 
 `python docs/generate.py [--check]`.
 
@@ -6,7 +6,6 @@
 To change a page, change what the code says of its settings, metrics, fields and families.
 """
 
-import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,7 +13,6 @@ from pathlib import Path
 from baton.model.families.table import FAMILIES
 from baton.protocol.config import ClusterConfig
 from baton.protocol.sampling import ROWS
-from baton.router.http.api.decoding import OUTPUT_FIELDS
 from baton.router.http.api.responses_body import ResponseBody
 from baton.router.http.api.schema import ChatBody, CompletionBody
 from baton.router.http.metrics import ROUTER_FAMILIES
@@ -25,8 +23,7 @@ from baton.runtime.settings import flags_of
 HERE = Path(__file__).resolve().parent
 FAMILIES_BEGIN = "<!-- generated from model/families by `make docs` -->"
 SAMPLING_BEGIN = "<!-- generated from protocol/sampling.py by `make docs` -->"
-TABLE_END = "<!-- end of the generated table -->"
-NOT_THERE = " | | not there |"
+LIST_END = "<!-- end of the generated list -->"
 BODIES = {"C": CompletionBody, "H": ChatBody, "R": ResponseBody}
 
 
@@ -62,17 +59,16 @@ def config_page() -> str:
         "`--set section.field=value`. A command has flags for the sections that it uses:",
         "`--router-port` is `router.port`, and some have a short one. Other sources reach every",
         "setting. Lists are written with commas. Unknown names are refused, except those of",
-        "variables.",
+        "variables. Defaults are in brackets, behind the names.",
     ]
     section: str | None = None
     for field in fields_of(ClusterConfig):
         if field.section != section:
             section = field.section
             lines += ["", f"## {section or 'cluster'}", ""]
-            lines += ["| setting | default | meaning |", "|---|---|---|"]
         names = ", ".join(f"`{name}`" for name in (field.name, *flags_of(field)[:-1]))
         unit = f" {field.unit}" if field.unit else ""
-        lines.append(f"| {names} | {field.shown_default}{unit} | {field.meaning} |")
+        lines.append(f"- {names} ({field.shown_default}{unit}): {field.meaning}")
     return "\n".join(lines) + "\n"
 
 
@@ -84,14 +80,14 @@ def metrics_page() -> str:
         "`make docs`; do not edit. [observability.md](observability.md) says how to use them.",
         "",
         "Every family has the label `model_name` besides those in braces. Where vLLM has one",
-        "of the same meaning, it is named. A histogram `x` is scraped as `x_bucket`, `x_sum` and",
-        "`x_count`.",
+        "of the same meaning, it is named. Counters end in `_total`; what is not marked as a",
+        "histogram is a gauge. A histogram `x` is scraped as `x_bucket`, `x_sum` and `x_count`.",
         "",
         "## Router",
         "",
         "On `GET /metrics` of every router, about the requests that it served.",
         "",
-        *_table(ROUTER_FAMILIES),
+        *_list(ROUTER_FAMILIES),
         "",
         "## Nodes",
         "",
@@ -99,7 +95,7 @@ def metrics_page() -> str:
         "on the page of each node that serves HTTP (`node.http`) about itself. Scrape routers or",
         "nodes, not both, if you add values. Counters start at 0 when a node starts.",
         "",
-        *_table(NODE_FAMILIES),
+        *_list(NODE_FAMILIES),
         "",
         "## Process",
         "",
@@ -111,40 +107,32 @@ def metrics_page() -> str:
 
 
 def models_page(page: str) -> str:
-    """Return models.md with the table of baton's own families as their rows say."""
+    """Return models.md with the list of baton's own families as their rows say."""
     rows = [
-        "| family | `architectures` in config.json | drafts |",
-        "|---|---|---|",
+        "Families, their `architectures` in config.json, and `mtp` where a layer can draft:",
+        "",
     ]
     for family in FAMILIES:
         names = dict.fromkeys((family.architecture, *family.wrappers))
         shown = ", ".join(f"`{name}`" for name in names)
-        drafts = "" if family.draft is None else "mtp"
-        rows.append(f"| {family.title} | {shown} | {drafts} |")
-    return _with_table(page, FAMILIES_BEGIN, rows)
+        drafts = "" if family.draft is None else "; `mtp`"
+        rows.append(f"- {family.title}: {shown}{drafts}")
+    return _with_list(page, FAMILIES_BEGIN, rows)
 
 
 def fields_page(page: str) -> str:
-    """Return fields.md with the fields of sampling, and with those that nothing here does."""
-    lines = ["| sampling | in | default | |", "|---|---|---|---|"]
+    """Return fields.md with the fields of sampling as protocol/sampling.py has them."""
+    lines = []
     for row in ROWS:
         letters = [
             letter for letter in BODIES if row.name in BODIES[letter].__struct_fields__
         ]
         if letters and row.about.text:
             default = row.about.default or _shown(row.default)
-            cells = (f"`{row.name}`", " ".join(letters), default, row.about.text)
-            lines.append(
-                "|".join(["", *(f" {cell} " if cell else " " for cell in cells), ""])
-            )
-    page = _with_table(page, SAMPLING_BEGIN, lines)
-    others = re.sub(f"^.*{re.escape(NOT_THERE)}$", "", page, flags=re.MULTILINE)
-    cells = re.findall(r"^\| (`[^|]*`) \| [CHRTD ]*\|", others, re.MULTILINE)
-    explained = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
-    names = ", ".join(f"`{name}`" for name in sorted(OUTPUT_FIELDS - explained))
-    return re.sub(
-        f"^.*{re.escape(NOT_THERE)}$", f"| {names}{NOT_THERE}", page, flags=re.MULTILINE
-    )
+            where = " ".join(letters)
+            brackets = f"{where}, {default}" if default else where
+            lines.append(f"- `{row.name}` ({brackets}): {row.about.text}")
+    return _with_list(page, SAMPLING_BEGIN, lines)
 
 
 def _shown(default: object) -> str:
@@ -153,20 +141,21 @@ def _shown(default: object) -> str:
     return str(default).lower() if isinstance(default, bool) else f"{default:g}"
 
 
-def _with_table(page: str, begin: str, lines: list[str]) -> str:
+def _with_list(page: str, begin: str, lines: list[str]) -> str:
     before, _, rest = page.partition(begin)
-    _, _, after = rest.partition(TABLE_END)
-    table = "\n".join(lines)
-    return f"{before}{begin}\n{table}\n{TABLE_END}{after}"
+    _, _, after = rest.partition(LIST_END)
+    entries = "\n".join(lines)
+    return f"{before}{begin}\n{entries}\n{LIST_END}{after}"
 
 
-def _table(families: Iterable[Family]) -> list[str]:
-    rows = ["| name | type | meaning | vLLM |", "|---|---|---|---|"]
+def _list(families: Iterable[Family]) -> list[str]:
+    rows = []
     for family in families:
         labels = ", ".join(family.labels)
         name = f"{family.full_name}{{{labels}}}" if labels else family.full_name
-        vllm = f"`{family.vllm}`" if family.vllm else ""
-        rows.append(f"| `{name}` | {family.kind} | {family.meaning} | {vllm} |")
+        kind = " histogram" if family.kind == "histogram" else ""
+        vllm = f" (`{family.vllm}`)" if family.vllm else ""
+        rows.append(f"- `{name}`{kind}: {family.meaning}{vllm}")
     return rows
 
 
