@@ -1,7 +1,7 @@
 """However bytes arrive, requests and responses are paired as by plain aiohttp.
 
 One connection gets the same bytes in the same pieces from the router's server and from an
-application of five lines. Both must answer the same requests, in the same order, and leave the
+application of a few lines. Both must answer the same requests, in the same order, and leave the
 connection in the same state.
 """
 
@@ -67,6 +67,7 @@ ASKED = (
     plain(b"POST /v1/completions", JSON, b"{" + HIDDEN),
     plain(b"POST /v1/completions", JSON + b"Connection: close\r\n", COMPLETION),
     plain(b"POST /v1/completions", JSON + b"Expect: 100-continue\r\n", COMPLETION),
+    plain(b"POST /v1/completions", JSON + b"Expect: secret\r\n", COMPLETION),
     plain(b"GET /live").replace(b"HTTP/1.1", b"HTTP/1.0"),
     plain(b"GET /live", b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n")
     + b"0\r\n\r\n",
@@ -156,6 +157,17 @@ async def answer(request: web.Request) -> web.Response:
     return web.Response(headers={"X-Request-Id": request_id_of(request)})
 
 
+async def close_if_refused(_: web.Request, response: web.StreamResponse) -> None:
+    """Close the connection after 417, as the router does.
+
+    RFC 9110 (10.1.1) leaves this to the server. The client may still wait with its body, and then
+    its next request would be taken for that body. Plain aiohttp reads on.
+    """
+    if isinstance(response, web.HTTPExpectationFailed):
+        response.force_close()
+        response.headers["X-Request-Id"] = "req-refused"
+
+
 async def answers(pieces: list[bytes], servers: list[NewConnection]) -> list[Answered]:
     """Return what each server answers to these pieces, in order, and whether it then closes."""
     loop = asyncio.get_running_loop()
@@ -182,6 +194,7 @@ async def two_servers() -> AsyncIterator[list[NewConnection]]:
     engine = ScriptedEngine(well)
     application = web.Application()
     application.router.add_route("*", "/{path:.*}", answer)
+    application.on_response_prepare.append(close_if_refused)
     runner = web.AppRunner(application, handler_cancellation=True, access_log=None)
     await runner.setup()
     assert runner.server is not None
