@@ -300,7 +300,7 @@ def status(given: ClusterArguments) -> int:
     # If the file was changed or moved, the processes that run are shown without their routers.
     with contextlib.suppress(ConfigError):
         plan = _planned(deployment.file, _addresses_on(deployment.platform))
-    statuses = platform.status(folder)  # which tells where Ray runs the routers
+    statuses = platform.status(folder)
     urls = platform.urls(plan, folder) if plan is not None else ()
     routers = routers_of(given.url, given.api_key, plan, urls)
     return show(
@@ -342,7 +342,9 @@ def _platform_of(
     from baton.deploy.cluster.platforms.ray import RayPlatform
 
     return RayPlatform(
-        deployment.address, may_wait=given is not None and given.timeout > 0
+        deployment.name,
+        deployment.address,
+        may_wait=given is not None and given.timeout > 0,
     )
 
 

@@ -43,18 +43,18 @@ def wait_until_ready(
     while not interrupts.wait(WATCH_S):
         statuses = platform.status(folder)
         _check_running(statuses)
-        # Ray chooses the routers' hosts when it starts the processes.
         urls = platform.urls(plan, folder)
         missing, phases = _missing_of(plan, nodes, urls)
-        if len(urls) < len(plan.pool(ROUTERS)):
-            missing = [
-                f"{_who(one)} is waiting; {one.note}" for one in statuses
-            ] + missing
-        elif not missing:
+        if not missing:
             return True
         progress.show(phases)
         if standstill.lasts(None if is_absolute else phases):
-            late = missing[0] if missing else "nothing has started"
+            waiting = [
+                f"{one.name} is waiting; {one.note}"
+                for one in statuses
+                if one.state == "waiting" and one.note
+            ]
+            late = (waiting or missing)[0]
             what = "not ready within" if is_absolute else "no progress for"
             raise NodeError(f"{what} {timeout_s:g} s: {late}")
     return False

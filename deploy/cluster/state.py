@@ -65,7 +65,7 @@ class Platform(Protocol):
         """Return the state of every process, with a reason if it has ended."""
 
     def urls(self, plan: ClusterPlan, folder: Path) -> tuple[str, ...]:
-        """Return the routers' base URLs; there are none while the platform chooses their hosts."""
+        """Return the routers' base URLs; before `start`, none where the platform chooses hosts."""
 
 
 class ProcessId(msgspec.Struct, frozen=True):

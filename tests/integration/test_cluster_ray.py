@@ -5,6 +5,7 @@ import secrets
 import subprocess
 import sys
 import tempfile
+import threading
 from http.client import HTTPResponse
 from pathlib import Path
 
@@ -100,10 +101,10 @@ def placed(ray_env, tmp_path):
     driver = placed.baton("up", "--on", "ray", "--timeout", str(TIMEOUT_S))
     try:
         assert driver.stdout is not None
-        assert (
-            driver.stdout.readline()
-            == f"small serves at http://{HEAD}:{placed.port}/v1\n"
-        )
+        lines = iter(driver.stdout.readline, "")
+        said = next(line for line in lines if line.startswith("small serves"))
+        assert said == f"small serves at http://{HEAD}:{placed.port}/v1\n"
+        threading.Thread(target=list, args=(lines,), daemon=True).start()
         yield placed, driver
     finally:
         driver.kill()
@@ -165,7 +166,7 @@ def shown_by(process: psutil.Process) -> str:
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        ((), 2, "Ray cannot reserve what all processes need"),
+        ((), 2, "Ray cannot reserve what all nodes need"),
         (("--timeout", "3"), 1, "not ready within 3 s"),
         (("--detach",), 2, "ray job submit"),
         (("--address", "127.0.0.1:1"), 1, "cannot join Ray at 127.0.0.1:1"),

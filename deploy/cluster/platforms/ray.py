@@ -1,31 +1,30 @@
-"""`baton up --on ray`: an actor for each process, in one placement group of a Ray that is there.
+"""`baton up --on ray`: routers beside the driver, and each node in an actor of an existing Ray.
 
-`up` is Ray's driver, and the cluster ends with it. Ray chooses the hosts, reserves all resources at
-once or none, and starts actors again. Only this file imports Ray, an optional extra.
+`up` is Ray's driver, and the cluster ends with it. Ray chooses the hosts of the nodes, reserves
+what they need at once or not at all, and starts actors again, on other hosts too. Only this file
+imports Ray, an optional extra.
 """
 
 import contextlib
 import os
-import secrets
 import signal
 import socket
 import threading
-import time
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
 import msgspec
 import ray
+from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayError
-from ray.util import get_current_placement_group, list_named_actors, placement_group
-from ray.util.placement_group import placement_group_table
+from ray.util import get_node_ip_address, list_named_actors, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from baton.deploy.cluster.description import Description
 from baton.deploy.cluster.hosts import on_this_machine
+from baton.deploy.cluster.platforms.local import LocalPlatform
 from baton.deploy.cluster.processes import (
     ROUTERS,
     ClusterAddresses,
@@ -34,12 +33,12 @@ from baton.deploy.cluster.processes import (
     ProcessSpec,
     filled,
 )
-from baton.deploy.cluster.state import ProcessStatus, write_private
+from baton.deploy.cluster.state import ProcessStatus
 from baton.deploy.cluster.supervision import HostJob, HostProcesses
 from baton.deploy.startup import url_of
 from baton.protocol.errors import ConfigError, NodeError
 
-STARTED = "ray.json"  # the file of a state folder with a `Started`
+DRIVER_ADDRESS = "$(DRIVER_ADDRESS)"
 OWN_ADDRESS = "$(OWN_ADDRESS)"
 KEY_FILE = "$(KEY_FILE)"
 OWN_RESOURCES = {"CPU": "cpus", "GPU": "gpus", "memory": "memory_mib"}
@@ -47,123 +46,143 @@ CONNECT_S = 5.0
 RESERVE_S = 10.0
 REPORT_S = 5.0
 WATCH_S = 0.2
-EXTRA_STOP_S = 15.0  # that Ray itself may take, beyond the processes
-
-
-class RayJob(msgspec.Struct, frozen=True):
-    """What each actor gets: all processes of the cluster, and the content of its key file."""
-
-    processes: tuple[ProcessSpec, ...]
-    key: bytes
-    logs: str  # folder; empty leaves the output to Ray's logs of the actor
-
-
-class Started(msgspec.Struct, frozen=True):
-    """What `stop` and `status` need to know, also in other commands."""
-
-    namespace: str
-    grace_s: float  # the longest of all processes
 
 
 class RayPlatform:
-    """Implements `Platform`. A cluster is a namespace of Ray, in which an actor is `ROLE:NAME`."""
+    """Implements `Platform`. A cluster is a namespace of Ray; actors are called `ROLE:NAME`."""
 
-    def __init__(self, address: str = "", *, may_wait: bool = False) -> None:
-        """Take the address of a Ray cluster; empty is the one of this host.
+    def __init__(self, name: str, address: str = "", *, may_wait: bool = False) -> None:
+        """Take the name of a cluster, and the address of Ray; empty is the one of this host.
 
         With `may_wait`, resources may be missing until an autoscaler adds hosts.
         """
+        self._namespace = f"baton-{name}"
         self._address = address or "auto"
         self._may_wait = may_wait
+        self._routers = LocalPlatform()
         # An actor ends with the last handle of its driver.
         self._actors: list[ActorHandle] = []
-        self._hosts: dict[str, str] = {}
 
     def own(self, plan: ClusterPlan) -> tuple[ProcessSpec, ...]:
         return plan.processes
 
     def start(self, plan: ClusterPlan, folder: Path) -> None:
-        namespace = f"baton-{plan.description.name}-{secrets.token_hex(4)}"
-        _join(self._address, namespace)
-        grace_s = max(spec.grace_s for spec in plan.processes)
-        write_private(
-            folder / STARTED, msgspec.json.encode(Started(namespace, grace_s))
-        )
-        key = Path(plan.description.key).read_bytes() if plan.description.key else b""
-        job = RayJob(plan.processes, key, plan.description.logs)
-        resources = [resources_of(spec) for spec in plan.processes]
-        labels = [spec.node_selector for spec in plan.processes]
+        self._join()
+        host = get_node_ip_address()
+        nodes = [spec for spec in plan.processes if spec.role != "router"]
+        resources = [resources_of(spec) for spec in nodes]
+        labels = [spec.node_selector for spec in nodes]
         group = placement_group(
             resources, strategy="SPREAD", bundle_label_selector=labels
         )
-        for index, spec in enumerate(plan.processes):
-            options = {
-                "name": f"{spec.role}:{spec.name}",
-                "max_restarts": -1,  # as often as it ends
-                "max_concurrency": 3,  # `report` answers while `end` waits
-                "num_cpus": resources[index]["CPU"],
-                "num_gpus": spec.gpus,
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(group, index),
-            }
-            self._actors.append(
-                ray.remote(ProcessActor).options(**options).remote(spec.name, job)
-            )
         if not (self._may_wait or group.wait(RESERVE_S)):
             raise ConfigError(
-                "Ray cannot reserve what all processes need (see `ray status`): ask for less, add "
+                "Ray cannot reserve what all nodes need (see `ray status`): ask for less, add "
                 "hosts, or give --timeout to wait for hosts that an autoscaler adds"
             )
+        description = plan.description
+        routers = tuple(
+            at_its_place(spec, host, host, description.key)
+            for spec in plan.pool(ROUTERS)
+        )
+        self._routers = LocalPlatform((host,), is_tied=True)
+        self._routers.start(ClusterPlan(description, routers), folder)
+        key = Path(description.key).read_bytes() if description.key else b""
+        for index, spec in enumerate(nodes):
+            actor = ray.remote(NodeActor).options(
+                name=f"{spec.role}:{spec.name}",
+                max_restarts=-1,  # as often as it ends
+                max_concurrency=3,  # `report` answers while `end` waits
+                num_cpus=resources[index]["CPU"],
+                num_gpus=spec.gpus,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
+            )
+            self._actors.append(actor.remote(spec, key, host, description.logs))
 
     def stop(self, folder: Path, *, is_hurried: bool = False) -> None:
         """Let the routers finish their requests, then the nodes. Without its Ray, all is over."""
-        running: list[ProcessStatus] = []
+        nodes: list[ProcessStatus] = []
         with contextlib.suppress(NodeError):
-            running = [one for one in self.status(folder) if one.state == "running"]
-        for is_router in (True, False):
-            ends = []
-            for one in running:
-                if (one.role == "router") is is_router:
-                    with contextlib.suppress(ValueError):  # it is gone
-                        actor = ray.get_actor(f"{one.role}:{one.name}")
-                        ends.append(actor.end.remote(is_hurried))
-            if ends:
-                timeout_s = _started_in(folder).grace_s + EXTRA_STOP_S
-                ray.wait(ends, num_returns=len(ends), timeout=timeout_s)
-        (folder / STARTED).unlink(missing_ok=True)
+            nodes = [one for one in self.status(folder) if one.state == "running"]
+        self._routers.stop(folder, is_hurried=is_hurried)
+        ends = []
+        for node in nodes:
+            with contextlib.suppress(ValueError):  # a router, or an actor that is gone
+                actor = ray.get_actor(f"{node.role}:{node.name}")
+                ends.append(actor.end.remote(is_hurried))
+        if ends:
+            ray.wait(ends, num_returns=len(ends))
         self._actors.clear()
 
     def status(self, folder: Path) -> list[ProcessStatus]:
-        if not (folder / STARTED).exists():
+        routers = self._routers.status(folder)
+        if not routers:
             return []
-        _join(self._address, _started_in(folder).namespace)
-        statuses = [_status_of(actor) for actor in sorted(list_named_actors())]
-        self._hosts = {one.name: one.host for one in statuses if one.host}
-        return statuses
+        self._join()
+        names = sorted(list_named_actors())
+        reports = [ray.get_actor(name).report.remote() for name in names]
+        if reports:
+            ray.wait(reports, num_returns=len(reports), timeout=REPORT_S)
+        nodes = [
+            _status_of(name, report)
+            for name, report in zip(names, reports, strict=True)
+        ]
+        return routers + nodes
 
     def urls(self, plan: ClusterPlan, folder: Path) -> tuple[str, ...]:
-        routers = [spec for spec in plan.pool(ROUTERS) if spec.name in self._hosts]
+        hosts = {one.name: one.host for one in self._routers.status(folder)}
+        routers = [spec for spec in plan.pool(ROUTERS) if spec.name in hosts]
         return tuple(
-            url_of(self._hosts[spec.name], spec.ports[0].port, is_tls=spec.is_tls)
+            url_of(hosts[spec.name], spec.ports[0].port, is_tls=spec.is_tls)
             for spec in routers
         )
 
+    def _join(self) -> None:
+        """Connect to Ray. Raises `NodeError`."""
+        if ray.is_initialized():
+            return
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        handlers = [(number, signal.getsignal(number)) for number in numbers]
+        try:
+            if self._address != "auto":  # Ray would try for a minute
+                host, _, port = self._address.rpartition(":")
+                at = (host.strip("[]"), int(port))
+                socket.create_connection(at, CONNECT_S).close()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                ray.init(
+                    self._address,
+                    namespace=self._namespace,
+                    log_to_driver=False,
+                    logging_level="ERROR",
+                )
+        except (
+            OSError,
+            RuntimeError,
+            ValueError,
+            OverflowError,
+            AssertionError,
+            RayError,
+        ) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise NodeError(
+                f"cannot join Ray at {self._address} ({reason}): give the HOST:PORT that "
+                "`ray start --head` has printed, from a host that has joined the Ray cluster"
+            ) from error
+        finally:
+            for number, handler in handlers:  # Ray takes them
+                signal.signal(number, handler)
 
-class ProcessActor:
-    """Runs one process on the host of its actor.
 
-    When the actor's own process ends, by any signal, the child ends too, and Ray starts the actor
-    again.
-    """
+class NodeActor:
+    """Runs one node on the host of its actor; the node ends when the actor's process does."""
 
-    def __init__(self, name: str, job: RayJob) -> None:
-        # Ray runs actors with a nice value of 15, which the process would inherit.
+    def __init__(self, spec: ProcessSpec, key: bytes, driver: str, logs: str) -> None:
+        # Ray runs actors with a nice value of 15, which the node would inherit.
         with contextlib.suppress(PermissionError):
             os.setpriority(os.PRIO_PROCESS, 0, 0)
-        while not all(hosts := _hosts_now()):
-            time.sleep(WATCH_S)
-        spec = at_its_place(job.processes, name, hosts, _in_memory(job.key))
-        self._hosts = hosts
-        self._processes = HostProcesses(HostJob(on_this_machine((spec,)), job.logs))
+        spec = at_its_place(spec, driver, get_node_ip_address(), _in_memory(key))
+        self._processes = HostProcesses(HostJob(on_this_machine((spec,)), logs))
         self._processes.start()
         is_back = ray.get_runtime_context().was_current_actor_reconstructed
         self._last_end = "its actor ended, and Ray started it again" if is_back else ""
@@ -177,18 +196,15 @@ class ProcessActor:
         return msgspec.structs.replace(status, last_end=last_end)
 
     def end(self, is_hurried: bool) -> None:
-        """End the process, with its `grace_s` unless it is hurried, and return when it is gone."""
+        """End the node, with its `grace_s` unless it is hurried, and return when it is gone."""
         self._ending.set()
         with self._lock:
             self._processes.stop(is_hurried=is_hurried)
 
     def _watch(self) -> None:
-        """Keep the process running; begin anew if Ray moves a router to another host."""
         while not self._ending.wait(WATCH_S):
             with self._lock:
                 self._processes.poll()
-            if _hosts_now() not in ([], self._hosts):
-                os._exit(1)
 
 
 def addresses_of(description: Description) -> ClusterAddresses:
@@ -208,111 +224,40 @@ def addresses_of(description: Description) -> ClusterAddresses:
                 raise ConfigError(
                     f"{at}: {amount} must be the number above 0 that each node needs"
                 )
+    routers = (DRIVER_ADDRESS,) * len(description.routers)
     key = KEY_FILE if description.key else ""
-    routers = tuple(_router_address(index) for index in range(len(description.routers)))
     return ClusterAddresses(routers, OWN_ADDRESS, listen=OWN_ADDRESS, key=key)
 
 
+def at_its_place(spec: ProcessSpec, driver: str, host: str, key: str) -> ProcessSpec:
+    """Return a process as it runs on `host`, with the path of the cluster's key there.
+
+    Fixed ports count up through the pool, because Ray may put any of its nodes on one host.
+    """
+    values = {DRIVER_ADDRESS: driver, OWN_ADDRESS: host, KEY_FILE: key}
+    return filled(spec, host, spec.index, values)
+
+
 def resources_of(spec: ProcessSpec) -> dict[str, float]:
-    """Return what Ray reserves for a process: one CPU unless the description gives a number."""
-    resources = {
-        "CPU": spec.cpus or 1,
-        "GPU": spec.gpus,
-        "memory": spec.memory_mib << 20,
-    }
+    """Return what Ray reserves for a node: one CPU unless the description gives a number."""
+    amounts = {"CPU": spec.cpus or 1, "GPU": spec.gpus, "memory": spec.memory_mib << 20}
     custom = {name: float(amount) for name, amount in spec.resources.items()}
-    return {
-        name: float(amount) for name, amount in resources.items() if amount
-    } | custom
+    return {name: float(amount) for name, amount in amounts.items() if amount} | custom
 
 
-def at_its_place(
-    processes: Sequence[ProcessSpec], name: str, hosts: Sequence[str], key_file: str
-) -> ProcessSpec:
-    """Return a process as it runs on its host. `hosts` are those of all processes."""
-    by_name = {spec.name: host for spec, host in zip(processes, hosts, strict=True)}
-    values = {OWN_ADDRESS: by_name[name], KEY_FILE: key_file}
-    (spec,) = (one for one in processes if one.name == name)
-    nth = 0
-    for other in processes:
-        if other.pool == ROUTERS:
-            values[_router_address(other.index)] = by_name[other.name]
-        is_before = other.pool == spec.pool and other.index < spec.index
-        nth += is_before and by_name[other.name] == by_name[name]
-    return filled(spec, by_name[name], nth, values)
-
-
-def _started_in(folder: Path) -> Started:
-    return msgspec.json.decode((folder / STARTED).read_bytes(), type=Started)
-
-
-def _router_address(index: int) -> str:
-    return f"$(ROUTER_{index}_ADDRESS)"
-
-
-def _join(address: str, namespace: str) -> None:
-    """Connect to Ray. Raises `NodeError`."""
-    if ray.is_initialized():
-        return
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    handlers = [(number, signal.getsignal(number)) for number in numbers]
-    try:
-        if address != "auto":  # Ray would try for a minute
-            host, _, port = address.rpartition(":")
-            socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            ray.init(
-                address, namespace=namespace, log_to_driver=False, logging_level="ERROR"
-            )
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-        OverflowError,
-        AssertionError,
-        RayError,
-    ) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise NodeError(
-            f"cannot join Ray at {address} ({reason}): give the HOST:PORT that `ray start --head` "
-            "has printed, from a host that has joined the Ray cluster"
-        ) from error
-    finally:
-        for number, handler in handlers:  # Ray takes them
-            signal.signal(number, handler)
-
-
-def _status_of(actor: str) -> ProcessStatus:
-    """Ask an actor; one that does not answer is starting."""
+def _status_of(actor: str, report: ObjectRef[ProcessStatus]) -> ProcessStatus:
+    """Return what an actor reports; one that does not answer is starting."""
     role, _, name = actor.partition(":")
     waiting = ProcessStatus(
         name, cast(ProcessRole, role), "", "waiting", "its actor is starting"
     )
     try:
-        report = ray.get_actor(actor).report.remote()
-        return cast(ProcessStatus, ray.get(report, timeout=REPORT_S))
+        return cast(ProcessStatus, ray.get(report, timeout=0))
     except (ActorDiedError, ActorUnschedulableError) as error:
         reason = str(error).strip().rpartition("\n")[2]
         return msgspec.structs.replace(waiting, state="ended", note="", last_end=reason)
-    except (RayError, ValueError):
+    except RayError:
         return waiting
-
-
-def _hosts_now() -> list[str]:
-    """Return the host of each process of this actor's group; empty for one without a host yet."""
-    try:
-        placed = placement_group_table(get_current_placement_group())[
-            "bundles_to_node_id"
-        ]
-        nodes = {
-            one["NodeID"]: one["NodeManagerAddress"]
-            for one in ray.nodes()
-            if one["Alive"]
-        }
-    except (RayError, RuntimeError, OSError):
-        return []
-    return [nodes.get(node_id, "") for _, node_id in sorted(placed.items())]
 
 
 def _in_memory(key: bytes) -> str:

@@ -271,12 +271,12 @@ def test_nodes_notice_routers_that_moved_and_never_wait_for_their_file(
 
 def test_a_process_on_ray_gets_the_addresses_and_ports_of_its_place(tmp_path):
     processes = example_on(tmp_path, ray.addresses_of, pools=POOLS).processes
-    addresses = [f"10.0.0.{host}" for host in (1, 2, 1, 2, 1, 2, 1)]
-    own = ray.at_its_place(processes, "decode-2", addresses, "/private/key")
+    (spec,) = (spec for spec in processes if spec.name == "decode-2")
+    own = ray.at_its_place(spec, "10.0.0.1", "10.0.0.2", "/private/key")
     assert own.host == "10.0.0.2"
     assert "keys.file=/private/key" in own.argv
-    assert own.env["BATON_NODE_ROUTERS"] == "tcp://10.0.0.1:5570,tcp://10.0.0.2:5571"
-    assert own.env["BATON_NODE_BIND"] == "tcp://10.0.0.2:6001"
+    assert own.env["BATON_NODE_ROUTERS"] == "tcp://10.0.0.1:5570,tcp://10.0.0.1:5571"
+    assert own.env["BATON_NODE_BIND"] == "tcp://10.0.0.2:6002"
 
 
 @pytest.mark.parametrize(
