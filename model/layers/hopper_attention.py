@@ -29,8 +29,9 @@ class HopperAttention:
         self._decode_lens = tables.context_lens[:decoding]
         self._prefill_tables = tables.blocks[decoding:]
         self._prefill_lens = tables.context_lens[decoding:]
-        self._decode_plan: Tensor | None = None
-        self._prefill_plans: dict[int | None, PrefillPlan] = {}  # by window
+        # By window.
+        self._decode_plans: dict[int | None, Tensor] = {}
+        self._prefill_plans: dict[int | None, PrefillPlan] = {}
 
     def prefill(self, q: Tensor, layer: int, scoring: Scoring) -> Tensor:
         """Return the attention of chunks, shaped as `q`, `[num_tokens, num_heads, head_dim]`."""
@@ -53,15 +54,17 @@ class HopperAttention:
 
     def decode(self, q: Tensor, layer: int, scoring: Scoring) -> Tensor:
         """Return the attention of a token for each sequence, in the one order."""
-        assert scoring[1:] == (None, None, None), "no window, cap or sinks"
-        if self._decode_plan is None:
-            self._decode_plan = plan_decode(self._decode_lens, self._pool.shape[1])
+        window = scoring.window
+        plan = self._decode_plans.get(window)
+        if plan is None:
+            plan = plan_decode(self._decode_lens, self._pool.shape[1], window)
+            self._decode_plans[window] = plan
         return one_decode_attention(
             q,
             self._pool,
             layer,
             self._decode_tables,
             self._decode_lens,
-            self._decode_plan,
-            scoring.scale,
+            plan,
+            *scoring,
         )

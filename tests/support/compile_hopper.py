@@ -1,9 +1,10 @@
 """A process that compiles the attention of `kernels/hopper` for its GPUs, without one.
 
-It prints, as JSON, what the machine code of each launch holds. Its arguments are names of cases, or
-their beginnings.
+It prints, as JSON, what the machine code of each launch holds. Its arguments are patterns of names
+of cases.
 """
 
+import fnmatch
 import re
 import subprocess
 import sys
@@ -28,6 +29,17 @@ from tests.support.compile_kernels import build, record
 from tools.gpu.kernel_cases import AttentionShape, attention_batch
 
 GPU = "90"
+# Of models that the one order takes: Mistral's, Gemma's, and those of gpt-oss.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "": {},
+    " in fp16": {"dtype": torch.float16},
+    ", window": {"window": 100},
+    ", cap": {"softcap": 50.0},
+    ", window and cap": {"window": 100, "softcap": 50.0},
+    ", sinks": {"has_sinks": True},
+    ", window and sinks": {"window": 100, "has_sinks": True},
+    ", all options": {"window": 100, "softcap": 50.0, "has_sinks": True},
+}
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SPILL = re.compile(r"\b(LDL|STL)\b")
 PRODUCT = re.compile(r"\b(HGMMA|HMMA)\b")
@@ -57,10 +69,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="AnnAssign", category=DeprecationWarning)
     found = cases()
     names = [
-        name
-        for word in sys.argv[1:]
-        for name in ([word] if word in found else found)
-        if name.startswith(word)
+        name for pattern in sys.argv[1:] for name in fnmatch.filter(found, pattern)
     ]
     reports = [
         machine_code(name, build(launch, GPU), launch[0].__name__)
@@ -89,9 +98,19 @@ def cases() -> Cases:
         "few, cuts": partial(_prefill, cuts=True, **few),
         "cuts, heads of 64": partial(_prefill, head_dim=64, cuts=True),
         "few, cuts, heads of 64": partial(_prefill, head_dim=64, cuts=True, **few),
-        "decode 128": partial(_decode, 128),
-        "decode 64": partial(_decode, 64),
     }
+    for head_dim in (64, 128):
+        for name, options in OPTIONS.items():
+            found[f"decode, heads of {head_dim}{name}"] = partial(
+                _decode, head_dim=head_dim, **options
+            )
+            if options:
+                found[f"cuts, heads of {head_dim}{name}"] = partial(
+                    _prefill, head_dim=head_dim, cuts=True, **options
+                )
+                found[f"few, cuts, heads of {head_dim}{name}"] = partial(
+                    _prefill, head_dim=head_dim, cuts=True, **few, **options
+                )
     for head_dim in (64, 80, 96, 112, 256):
         found[f"head of {head_dim}"] = partial(_prefill, head_dim=head_dim)
     found["head of 64, all options"] = partial(
@@ -136,12 +155,21 @@ def _prefill(
     )
 
 
-def _decode(head_dim: int) -> None:
-    shape = AttentionShape((300,), (1,), 32, 8, head_dim, dtype=torch.bfloat16)
+def _decode(
+    *, head_dim: int, dtype: torch.dtype = DTYPES[0], group: int = 4, **options: Any
+) -> None:
+    shape = AttentionShape((300,), (1,), 8 * group, 8, head_dim, dtype=dtype, **options)
     case = attention_batch(shape, "cpu")
-    plan = plan_decode(case.context_lens, 8)
+    plan = plan_decode(case.context_lens, 8, case.how[0])
     one_decode_attention(
-        case.q, case.pool, 1, case.block_tables, case.context_lens, plan, case.scale
+        case.q,
+        case.pool,
+        1,
+        case.block_tables,
+        case.context_lens,
+        plan,
+        case.scale,
+        *case.how,
     )
 
 

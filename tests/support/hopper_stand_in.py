@@ -8,10 +8,13 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from baton.kernels.constants import LOG2_E
 from baton.kernels.hopper.attention.prefill_kernel import prefill_kernel
-from tests.support.one_order import LOG2_E, Arithmetic, attend
+from baton.model.layers.attention import Scoring
+from tests.support.one_order import KEYS, Arithmetic, attend
 
 
 class StandIn:
@@ -70,9 +73,10 @@ class StandIn:
         positions = first_position + i // pack
         queries = q[token + i // pack, kv_head, heads]
         if a["CUTS"]:
-            assert begin == 0
-            scale = a["scale"] / LOG2_E
-            out = attend(queries, k, v, positions, scale, self._machine)
+            assert a["KEYS"] == KEYS
+            k, v = (F.pad(part, (0, 0, begin * KEYS, 0)) for part in (k, v))
+            scoring = self._scoring(a, kv_head * group + heads)
+            out = attend(queries, k, v, positions, scoring, self._machine)
         else:
             s = queries.double() @ k.double().T * a["scale"]
             if a["CAPPED"]:
@@ -88,6 +92,16 @@ class StandIn:
         if "rounds apart" in self._faults and a["WARPGROUPS"] == 1:
             out = out * (1 + 2**-8)
         a["out_ptr"][token + i // pack, kv_head * group + heads] = out.to(q.dtype)
+
+    def _scoring(self, a: dict[str, Any], heads: Tensor) -> Scoring:
+        scale = a["scale"] / LOG2_E
+        softcap = None
+        if a["CAPPED"]:
+            softcap = a["cap"] / LOG2_E
+            scale *= softcap / 2
+        sees_all = not a["WINDOWED"] or "forgets the window" in self._faults
+        sinks = a["sink_ptr"][heads] if a["SINKS"] else None
+        return Scoring(scale, None if sees_all else a["window"], softcap, sinks)
 
     def _hidden(self, keys: Tensor, positions: Tensor, a: dict[str, Any]) -> Tensor:
         hidden = keys > positions

@@ -1,14 +1,15 @@
-"""A process that tries what surrounds Hopper's prefill kernel, in Triton's interpreter.
+"""A process that tries what surrounds Hopper's attention, in Triton's interpreter.
 
-`plans N` plans N random batches and asserts what a plan promises. `proofs` runs the proofs of
-attention on a stand-in for the kernel, then on stand-ins with a fault each, and prints as JSON what
-they say. `backend` computes layers of a step with Triton's kernels and with Hopper's.
+It prints, as JSON, what each part of `PARTS` found that its arguments name, or `plans N`, which
+plans N random batches. One process for all saves the imports of the others.
 """
 
 import json
 import sys
+from collections.abc import Callable
 from unittest.mock import patch
 
+import msgspec
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -21,7 +22,7 @@ from baton.model.layers.attention import Batch, Tables
 from baton.model.layers.cuda_backend import CudaBackend
 from tests.support.hopper_stand_in import StandIn
 from tests.support.interpret_kernels import Interpreting
-from tests.support.interpret_one_order import MACHINE
+from tests.support.interpret_one_order import MACHINE, QUICK, compare
 from tools.gpu.kernel_cases import AttentionShape, attention_batch, rotation_table
 
 COUNTS = st.one_of(st.sampled_from([0, 1, 2, 16, 128]), st.integers(1, 400))
@@ -133,15 +134,31 @@ def said_by_proofs() -> dict[str, str]:
         windows=(50,),
         has_sinks=True,
     )
-    plain = ModelShapes((), 2, 1, 128, 32)
+    ordered = msgspec.structs.replace(options, dtype="bfloat16", pool_dtype="bfloat16")
     said = {
         "options": _said(prefill_proof, options),
-        "one order": _said(one_order_proof, plain),
+        "one order": _said(one_order_proof, ordered),
     }
     for fault in ("reads past the end", "rounds apart", "forgets the window"):
         said[fault] = _said(prefill_proof, options, fault)
-    said["rounds apart, in one order"] = _said(one_order_proof, plain, "rounds apart")
+    # Decode is right in all of these.
+    with patch.object(one_order_proof, "_decode_fault", _no_fault):
+        with patch.object(one_order_proof, "captured", _frozen):
+            said["replays what it has computed"] = _said(one_order_proof, ordered)
+        with patch.object(one_order_proof, "_replay_fault", _no_fault):
+            for fault in ("rounds apart", "forgets the window"):
+                name = f"{fault}, in one order"
+                said[name] = _said(one_order_proof, ordered, fault)
     return said
+
+
+def _no_fault(*_of: object) -> str:
+    return ""
+
+
+def _frozen(work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    out = work()
+    return lambda: out
 
 
 def _said(proof: object, shapes: ModelShapes, *faults: str) -> str:
@@ -154,8 +171,8 @@ def layers_beside_triton() -> dict[str, str]:
 
     The step has two sequences that decode, a chunk, padding, and a chunk of a prompt's start.
     """
-    contexts = (33, 20, 70, 0, 18)
-    queries = (1, 1, 40, 0, 18)
+    contexts = (33, 20, 50, 0, 9)
+    queries = (1, 1, 20, 0, 9)
     shape = AttentionShape(contexts, queries, 4, 2, 64, dtype=torch.bfloat16)
     case = attention_batch(shape, "cpu")
     positions = torch.cat(
@@ -199,29 +216,42 @@ def layers_beside_triton() -> dict[str, str]:
 def make_small() -> None:
     """Let the proofs take shorter contexts, since the interpreter is slow."""
     prefill_proof.BATCHES = (
-        ((1, 64, 129), (1, 64, 129)),
+        ((1, 129), (1, 129)),
         ((150, 40, 0), (3, 1, 0)),
     )
     prefill_proof.PROMPT = one_order_proof.PROMPT = 260
     prefill_proof.CHUNKS = (0, 3, 130, 260)
     one_order_proof.BORDERS = (128, 256)
     one_order_proof.LENGTHS = (130, 1, 0, 257)
-    one_order_proof.PROGRAMS = (1, 7)
+    one_order_proof.PROGRAMS = (7,)
     one_order_proof.LONG = 520
     one_order_proof.LAST = 9
+    one_order_proof.CAPTURED = ((130, 30), (10, 25))
+    one_order_proof.REPLAYED = ((150, 40), (30, 5))
+
+
+def orders_of_sums() -> dict[str, object]:
+    return {option: compare(QUICK, 64, option) for option in ("plain", "all")}
+
+
+PARTS: dict[str, Callable[[], object]] = {
+    "proofs": said_by_proofs,
+    "backend": layers_beside_triton,
+    "orders": orders_of_sums,
+}
 
 
 def main() -> None:
     Interpreting()
-    if sys.argv[1] == "plans":
-        check_plans(int(sys.argv[2]))
-        print(json.dumps({"plans": int(sys.argv[2])}))
-        return
-    if sys.argv[1] == "backend":
-        print(json.dumps(layers_beside_triton()))
-        return
     make_small()
-    print(json.dumps(said_by_proofs()))
+    words = iter(sys.argv[1:])
+    found: dict[str, object] = {}
+    for word in words:
+        if word == "plans":
+            check_plans(int(next(words)))
+        else:
+            found[word] = PARTS[word]()
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from baton.kernels.constants import LOG2_E, in_powers_of_2
+from baton.model.layers.attention import Scoring
+
 KEYS = 128
-LOG2_E = 1.4426950408889634
 Sums = tuple[
     Tensor, Tensor, Tensor
 ]  # maximum [rows], sum [rows], output [rows, head_dim]
@@ -75,12 +77,17 @@ def attend(
     k: Tensor,  # [num_keys, head_dim]
     v: Tensor,
     positions: Tensor,  # [rows], each below num_keys
-    scale: float,
+    scoring: Scoring,  # with sinks of the rows, `[rows]`
     machine: Arithmetic,
 ) -> Tensor:
     """Return the attention of rows of one head in the type of the pool."""
     rows, dim = q.shape
-    scale_log2 = torch.tensor(scale * LOG2_E, dtype=torch.float64).float()
+    scale, window, softcap, sinks = scoring
+    scale_log2, cap_log2 = (
+        torch.tensor(number, dtype=torch.float64).float()
+        for number in in_powers_of_2(scale, softcap)
+    )
+    factor = scale_log2 if softcap is None else torch.tensor(1.0)
     lowest = torch.full((rows,), -torch.inf)
     none = lowest, torch.zeros(rows), torch.zeros(rows, dim)
     total = sums = none
@@ -95,15 +102,27 @@ def attend(
             torch.nn.functional.pad(part[own].float(), padding) for part in (k, v)
         )
         s = machine.dot(q.float(), keys.T)
-        seen = tile * KEYS + torch.arange(KEYS) <= positions[:, None]
+        if softcap is not None:
+            share = 1.0 / (1.0 + machine.exp2(s * scale_log2))
+            s = machine.fma(share, -2 * cap_log2, cap_log2)
+        numbers = tile * KEYS + torch.arange(KEYS)
+        seen = numbers <= positions[:, None]
+        if window is not None:
+            seen &= numbers > positions[:, None] - window
         s = torch.where(seen, s, -torch.inf)
-        m_new = torch.maximum(m, s.max(1).values * scale_log2)
+        m_new = torch.maximum(m, s.max(1).values * factor)
         top = torch.where(m_new.isinf(), 0.0, m_new)
-        w = machine.exp2(machine.fma(s, scale_log2, -top[:, None]))
+        w = machine.exp2(machine.fma(s, factor, -top[:, None]))
         shrink = machine.exp2(m - top)
         norm = machine.fma(norm, shrink, row_sum(w))
         # A product adds in the order of the keys, 16 at a time.
         product = machine.dot(machine.narrow(w, v.dtype).float(), values)
         sums = m_new, norm, acc * shrink[:, None] + product
-    _, norm, acc = machine.merge(total, sums)
+    m, norm, acc = machine.merge(total, sums)
+    if sinks is not None:
+        sink = sinks * torch.tensor(LOG2_E)
+        m_new = torch.maximum(m, sink)
+        shrink = machine.exp2(m - m_new)
+        norm = machine.fma(norm, shrink, machine.exp2(sink - m_new))
+        acc = acc * shrink[:, None]
     return machine.narrow(acc * (1.0 / norm)[:, None], v.dtype)

@@ -4,7 +4,7 @@ Cuts of all sequences and KV heads lie in one row, of which each program takes a
 one pipelined loop. While a stretch holds a head from its first cut on, the cuts are merged in
 registers; the others are stored, and a second kernel merges them in order. So the bits of a row
 depend neither on the batch nor on the number of programs. A plan is made once a step on the device,
-for all layers.
+for all layers that see equally many keys.
 """
 
 # ruff: noqa: N803, PLR0913, PLR0915, PLR0917, RUF005
@@ -20,6 +20,8 @@ from torch import Tensor
 from baton.kernels.constants import in_powers_of_2
 from baton.kernels.cuda.paged import (
     MAX_BATCH,
+    NO_WINDOW,
+    SINK_FACTOR,
     check_pool,
     interpreted,
     load_blocks,
@@ -31,6 +33,7 @@ from baton.kernels.hopper.attention.order import (
     KEYS,
     cut_mask,
     cut_of,
+    most_cuts,
     num_cuts,
     row_sum,
 )
@@ -42,8 +45,13 @@ PLAN_FIELDS = 8
 TILE = tl.constexpr(KEYS)
 
 
-def plan_decode(context_lens: Tensor, kv_heads: int, programs: int = 0) -> Tensor:
-    """Return the plan of a step, int32 `[programs, 8]`, for contexts `[batch]` int32.
+def plan_decode(
+    context_lens: Tensor,  # [batch] int32
+    kv_heads: int,
+    window: int | None = None,  # keys that a query sees, itself included
+    programs: int = 0,
+) -> Tensor:
+    """Return the plan of a step, int32 `[programs, 8]`.
 
     `programs` is for tests; by default they fill the device.
     """
@@ -53,6 +61,7 @@ def plan_decode(context_lens: Tensor, kv_heads: int, programs: int = 0) -> Tenso
         context_lens,
         plan,
         len(context_lens),
+        window or NO_WINDOW,
         KV_HEADS=kv_heads,
         MAX_BATCH=MAX_BATCH,
         num_warps=4,
@@ -66,13 +75,17 @@ def one_decode_attention(
     layer: int,
     block_tables: Tensor,  # [batch, max_blocks] int32
     context_lens: Tensor,  # [batch] int32
-    plan: Tensor,  # of `plan_decode`
+    plan: Tensor,  # of `plan_decode`, for the same window
     scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,  # [num_heads] fp32
 ) -> Tensor:
     """Return the attention of one new token per sequence over its paged context, shaped as `q`.
 
     A row of length 0, the padding of a captured graph, gives zeros. The workspace is `batch *
-    num_heads * cuts * (head_dim + 2)` floats, with as many cuts as the table has room for.
+    num_heads * cuts * (head_dim + 2)` floats, with as many cuts as the table has room for, or a
+    window can touch.
     """
     check_pool(q, pool, block_tables)
     batch, num_heads, head_dim = q.shape
@@ -82,6 +95,9 @@ def one_decode_attention(
     assert head_dim in HEAD_DIMS
     assert group <= MAX_GROUP
     cuts = num_cuts(block_tables.shape[1] * block_size)
+    if window is not None:
+        cuts = min(cuts, most_cuts(window))
+    scale_log2, cap_log2 = in_powers_of_2(scale, softcap)
     parts = q.new_empty((batch, kv_heads, cuts, group, head_dim), dtype=torch.float32)
     sums = q.new_empty((batch, kv_heads, cuts, group, 2), dtype=torch.float32)
     merged = q.new_empty((batch, kv_heads), dtype=torch.int32)
@@ -96,10 +112,13 @@ def one_decode_attention(
         sums,
         merged,
         out,
+        sinks,
         batch,
         cuts,
         layer * pool.stride(2),
-        in_powers_of_2(scale, None)[0],
+        scale_log2,
+        cap_log2,
+        window or NO_WINDOW,
         q.stride(0),
         pool.stride(0),
         pool.stride(1),
@@ -109,6 +128,8 @@ def one_decode_attention(
         DIM=head_dim,
         ROWS=max(16, triton.next_power_of_2(group)),
         BLOCK_SIZE=block_size,
+        WINDOWED=window is not None,
+        CAPPED=softcap is not None,
         UPCAST=interpreted(),
         num_warps=4,
         num_stages=2,
@@ -121,11 +142,14 @@ def one_decode_attention(
             sums,
             merged,
             out,
+            sinks,
             cuts,
+            window or NO_WINDOW,
             KV_HEADS=kv_heads,
             GROUP=group,
             GROUP_ROWS=triton.next_power_of_2(group),
             DIM=head_dim,
+            WINDOWED=window is not None,
             num_warps=4,
         )
     return out
@@ -133,7 +157,30 @@ def one_decode_attention(
 
 @triton.jit
 def _tiles(length: tl.tensor) -> tl.tensor:
+    """Return the tile after a context's last; an empty one has a tile, too."""
     return tl.maximum(tl.cdiv(length, TILE), 1)
+
+
+@triton.jit
+def _first_tile(
+    length: tl.tensor, window: tl.tensor, WINDOWED: tl.constexpr
+) -> tl.tensor:
+    """Return the first tile that a context's last token sees."""
+    if WINDOWED:
+        return tl.maximum(length - window, 0) // TILE
+    else:
+        return length * 0
+
+
+@triton.jit
+def _cut_within(
+    tile: tl.tensor, length: tl.tensor, window: tl.tensor, WINDOWED: tl.constexpr
+) -> tl.tensor:
+    """Return the number of a tile's cut among those that a context's last token sees."""
+    if WINDOWED:
+        return cut_of(tile) - cut_of(_first_tile(length, window, WINDOWED))
+    else:
+        return cut_of(tile)
 
 
 @triton.jit
@@ -142,6 +189,7 @@ def _first_cut(
     row: tl.tensor,
     lens: tl.tensor,
     ends: tl.tensor,
+    window: tl.tensor,
     KV_HEADS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Return the first cut that begins at tile `at` of all tiles or later.
@@ -151,26 +199,32 @@ def _first_cut(
     before = ends <= at
     sequence = tl.sum(before.to(tl.int32), 0)
     base = tl.max(tl.where(before, ends, 0), 0)
-    end = _tiles(tl.sum(tl.where(row == sequence, lens, 0), 0))
-    head = (at - base) // end
-    tile = (at - base) % end
+    length = tl.sum(tl.where(row == sequence, lens, 0), 0)
+    first = _first_tile(length, window, True)
+    end = _tiles(length)
+    head = (at - base) // (end - first)
+    tile = first + (at - base) % (end - first)
     low = cut_mask(tile)
     next_cut = tl.minimum((tile + low) & ~low, end)
+    next_cut = tl.where(tile == first, tile, next_cut)
     there = at + next_cut - tile
     turn = next_cut == end
     over = turn & (head == KV_HEADS - 1)
     sequence = tl.where(over, sequence + 1, sequence)
     head = tl.where(turn, tl.where(over, 0, head + 1), head)
-    return there, sequence, head, tl.where(turn, 0, next_cut)
+    after = tl.sum(tl.where(row == sequence, lens, 0), 0)
+    tile = tl.where(turn, _first_tile(after, window, True), next_cut)
+    return there, sequence, head, tile
 
 
 # Counts are not specialised, because variants for 1 and for multiples of 16 would be compiled
 # during service.
-@triton.jit(do_not_specialize=["batch", "len_ptr"])
+@triton.jit(do_not_specialize=["batch", "len_ptr", "window"])
 def _plan_decode_kernel(
     len_ptr: tl.tensor,
     plan_ptr: tl.tensor,
     batch: tl.tensor,
+    window: tl.tensor,
     KV_HEADS: tl.constexpr,
     MAX_BATCH: tl.constexpr,
 ) -> None:
@@ -183,14 +237,16 @@ def _plan_decode_kernel(
     is_live = row < batch
     lens = tl.load(len_ptr + row, mask=is_live, other=0)
     tiles = _tiles(lens)
-    cuts = tl.sum(tl.where(is_live, cut_of(tiles - 1) + 1, 0), 0) * KV_HEADS
+    cuts = _cut_within(tiles - 1, lens, window, True) + 1
+    cuts = tl.sum(tl.where(is_live, cuts, 0), 0) * KV_HEADS
+    tiles -= _first_tile(lens, window, True)
     programs = tl.cdiv(cuts, tl.cdiv(cuts, tl.num_programs(0)))
     ends = tl.cumsum(tl.where(is_live, tiles * KV_HEADS, 0), 0)
     total = tl.max(ends, 0).to(tl.int64)
     first = (tl.minimum(program, programs) * total // programs).to(tl.int32)
     last = (tl.minimum(program + 1, programs) * total // programs).to(tl.int32)
-    at, sequence, head, tile = _first_cut(first, row, lens, ends, KV_HEADS)
-    stop, _, _, _ = _first_cut(last, row, lens, ends, KV_HEADS)
+    at, sequence, head, tile = _first_cut(first, row, lens, ends, window, KV_HEADS)
+    stop, _, _, _ = _first_cut(last, row, lens, ends, window, KV_HEADS)
     to = plan_ptr + program * 8
     tl.store(to, sequence)
     tl.store(to + 1, head)
@@ -224,13 +280,57 @@ def _store_part(
 
 
 @triton.jit
-def _shares(acc: tl.tensor, norm: tl.tensor) -> tl.tensor:
+def _capped(
+    s: tl.tensor, scale_log2: tl.tensor, cap_log2: tl.tensor, UPCAST: tl.constexpr
+) -> tl.tensor:
+    """Return capped scores, by the instructions that prefill has."""
+    e = 1.0 + tl.exp2(s * scale_log2)
+    if UPCAST:
+        r = 1.0 / e
+    else:
+        r = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;",
+            "=f,f",
+            [e],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    return tl.fma(r, -2.0 * cap_log2, cap_log2)
+
+
+@triton.jit
+def _shares(
+    m: tl.tensor,
+    norm: tl.tensor,
+    acc: tl.tensor,
+    sink_ptr: tl.tensor | None,
+    heads: tl.tensor,
+    is_head: tl.tensor,
+) -> tl.tensor:
     """Return the outputs of rows; a row that has seen no key gives zeros."""
+    if sink_ptr is not None:
+        sink = tl.load(sink_ptr + heads, mask=is_head, other=0.0)
+        # A plain product could become a part of the subtraction that follows.
+        sink = tl.fma(sink, SINK_FACTOR, 0.0)
+        top = tl.maximum(m, sink)
+        old = tl.exp2(m - top)
+        norm = tl.fma(norm, old, tl.exp2(sink - top))
+        acc = acc * old[:, None]
     norm = tl.where(norm == 0.0, 1.0, norm)
     return acc * tl.div_rn(1.0, norm)[:, None]
 
 
-@triton.jit(do_not_specialize=["batch", "cuts", "stride_table", "table_ptr", "len_ptr"])
+@triton.jit(
+    do_not_specialize=[
+        "batch",
+        "cuts",
+        "window",
+        "stride_table",
+        "table_ptr",
+        "len_ptr",
+    ]
+)
 def _decode_kernel(
     q_ptr: tl.tensor,
     pool_ptr: tl.tensor,
@@ -241,10 +341,13 @@ def _decode_kernel(
     sum_ptr: tl.tensor,
     merged_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    sink_ptr: tl.tensor | None,
     batch: tl.tensor,
     cuts: tl.tensor,
     layer_offset: tl.tensor,
     scale_log2: tl.tensor,
+    cap_log2: tl.tensor,
+    window: tl.tensor,
     stride_q: tl.tensor,
     stride_block: tl.tensor,
     stride_head: tl.tensor,
@@ -254,6 +357,8 @@ def _decode_kernel(
     DIM: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> None:
     at = plan_ptr + tl.program_id(0) * 8
@@ -270,9 +375,10 @@ def _decode_kernel(
     i = tl.arange(0, TILE)
     is_head = r < GROUP
     # Whether another program has the beginning of the first head, and this one its last tile here.
-    is_late = t != 0
+    is_late = t != _first_tile(length, window, WINDOWED)
     stays = count <= _tiles(length) - t
-    is_whole = t == 0  # whether this program has the present head from its first cut on
+    # Whether this program has the present head from its first cut on.
+    is_whole = ~is_late
     blocks = load_blocks(
         table_ptr + sequence.to(tl.int64) * stride_table,
         t * TILE,
@@ -296,22 +402,30 @@ def _decode_kernel(
         end = _tiles(length)
         start = t * TILE
         live = start + i < length
+        if WINDOWED:
+            live = live & (start + i >= length - window)
         rows = slot_rows(blocks, start, stride_block, BLOCK_SIZE, DIM, TILE)
         here = pool_ptr + (head.to(tl.int64) * stride_head + layer_offset)
         here = here + rows[:, None] + d[None, :]
         k = tl.load(here, mask=live[:, None], other=0.0)
         v = tl.load(here + BLOCK_SIZE * DIM, mask=live[:, None], other=0.0)
         opens = (t & cut_mask(t)) == 0
+        if WINDOWED:
+            opens = opens | (t == _first_tile(length, window, WINDOWED))
         closes = (t + 1 == end) | (((t + 1) & cut_mask(t + 1)) == 0)
         if UPCAST:
             k = k.to(tl.float32)
             v = v.to(tl.float32)
         s = tl.dot(q.to(tl.float32) if UPCAST else q, tl.trans(k))
+        factor = scale_log2
+        if CAPPED:
+            s = _capped(s, scale_log2, cap_log2, UPCAST)
+            factor = tl.full((), 1.0, tl.float32)
         s = tl.where(live[None, :], s, float("-inf"))
         m = tl.where(opens, float("-inf"), m)
-        m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
+        m_new = tl.maximum(m, tl.max(s, 1) * factor)
         top = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(tl.fma(s, scale_log2, -top[:, None]))
+        p = tl.exp2(tl.fma(s, factor, -top[:, None]))
         shrink = tl.exp2(m - top)  # 0 where a cut opens
         norm = tl.fma(norm, shrink, row_sum(p, ROWS))
         acc = tl.where(opens, 0.0, acc * shrink[:, None])
@@ -320,7 +434,7 @@ def _decode_kernel(
         m = m_new
         if closes:
             line = sequence.to(tl.int64) * KV_HEADS + head
-            cut = cut_of(t)
+            cut = _cut_within(t, length, window, WINDOWED)
             if is_whole:
                 is_first = cut == 0
                 m_all, norm_all, acc_all = merge(
@@ -332,7 +446,9 @@ def _decode_kernel(
                     acc,
                 )
                 if t + 1 == end:
-                    result = _shares(acc_all, norm_all).to(out_ptr.dtype.element_ty)
+                    heads = head * GROUP + r
+                    result = _shares(m_all, norm_all, acc_all, sink_ptr, heads, is_head)
+                    result = result.to(out_ptr.dtype.element_ty)
                     to = out_ptr + (line * GROUP + r)[:, None] * DIM + d[None, :]
                     tl.store(to, result, mask=is_head[:, None])
                     tl.store(merged_ptr + line, cut + 1)
@@ -362,7 +478,7 @@ def _decode_kernel(
                 mask=is_head[:, None] & (sequence < batch),
                 other=0.0,
             )
-        t = tl.where(turn, 0, t + 1)
+        t = tl.where(turn, _first_tile(length, window, WINDOWED), t + 1)
         blocks = load_blocks(
             table_ptr + sequence.to(tl.int64) * stride_table,
             t * TILE,
@@ -371,9 +487,9 @@ def _decode_kernel(
             TILE,
         )
     # Of a head that others finish, the cuts so far are merged and take the room of their last.
-    if (t != 0) & ~(is_late & stays):
+    if (t != _first_tile(length, window, WINDOWED)) & ~(is_late & stays):
         line = sequence.to(tl.int64) * KV_HEADS + head
-        num_merged = cut_of(t)
+        num_merged = _cut_within(t, length, window, WINDOWED)
         _store_part(
             part_ptr,
             sum_ptr,
@@ -407,22 +523,26 @@ def _load_part(
     return m, norm, tl.load(here, mask=live[:, None], other=0.0)
 
 
-@triton.jit(do_not_specialize=["cuts", "len_ptr"])
+@triton.jit(do_not_specialize=["cuts", "window", "len_ptr"])
 def _merge_cuts_kernel(
     len_ptr: tl.tensor,
     part_ptr: tl.tensor,
     sum_ptr: tl.tensor,
     merged_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    sink_ptr: tl.tensor | None,
     cuts: tl.tensor,
+    window: tl.tensor,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     DIM: tl.constexpr,
+    WINDOWED: tl.constexpr,
 ) -> None:
     """Merge the cuts of a KV head in order, where no single program has all of them."""
     line = tl.program_id(0)
-    count = cut_of(_tiles(tl.load(len_ptr + line // KV_HEADS)) - 1) + 1
+    length = tl.load(len_ptr + line // KV_HEADS)
+    count = _cut_within(_tiles(length) - 1, length, window, WINDOWED) + 1
     merged = tl.load(merged_ptr + line)
     if merged == count:
         return
@@ -448,6 +568,9 @@ def _merge_cuts_kernel(
             loaded = loaded + (part,)  # type: ignore[assignment]
         for n in tl.static_range(16):
             m, norm, acc = merge(m, norm, acc, loaded[n][0], loaded[n][1], loaded[n][2])
-    result = _shares(acc, norm).to(out_ptr.dtype.element_ty)
+    is_head = g < GROUP
+    heads = line % KV_HEADS * GROUP + g
+    result = _shares(m, norm, acc, sink_ptr, heads, is_head)
+    result = result.to(out_ptr.dtype.element_ty)
     to = out_ptr + (line.to(tl.int64) * GROUP + g)[:, None] * DIM + d[None, :]
-    tl.store(to, result, mask=(g < GROUP)[:, None])
+    tl.store(to, result, mask=is_head[:, None])

@@ -2,7 +2,8 @@
 
 A row is a query of one head. Tile `j` holds the keys `128 j` to `128 j + 127`. Cuts of 256 keys, of
 512 from 2,048 on and of 2,048 from 8,192 on have sums and a maximum of their own, which are merged
-in order. `tests.support.one_order` says the whole in torch, bit for bit.
+in order. A window hides keys and moves no border: what is wholly hidden changes no bit. A sink is
+merged after the last cut. `tests.support.one_order` says the whole in torch, bit for bit.
 """
 
 # ruff: noqa: N803
@@ -41,6 +42,12 @@ def num_cuts(num_keys: int) -> int:
     if last < 64:
         return 4 + (last >> 2) + 1
     return 16 + (last >> 4) + 1
+
+
+def most_cuts(window: int) -> int:
+    """Return how many cuts the keys of a query with that window can touch."""
+    tiles = (window - 1) // KEYS + 2
+    return tiles // 2 + 1
 
 
 @triton.jit

@@ -187,7 +187,7 @@ def _capped(s: gl.tensor, inputs: Inputs, form: Form) -> gl.tensor:
             is_pure=True,
             pack=1,
         )
-        s = inputs.cap - 2.0 * inputs.cap * r
+        s = gl.fma(r, -2.0 * inputs.cap, inputs.cap)
     return s
 
 
@@ -223,6 +223,12 @@ def _row_sum(w: gl.tensor, form: Form) -> gl.tensor:
         return gl.convert_layout(w, gl.SliceLayout(1, _products(form.KEYS)))
     else:
         return gl.sum(w, 1)
+
+
+@gluon.jit
+def _cut_mask(j: gl.tensor) -> gl.tensor:
+    """`order.cut_mask`."""
+    return 1 + 2 * (j >= 16).to(gl.int32) + 12 * (j >= 64).to(gl.int32)
 
 
 @gluon.jit
@@ -266,6 +272,7 @@ def _step(
     p: gl.tensor,
     m_all: gl.tensor,
     norm_all: gl.tensor,
+    second: gl.tensor,
     position: gl.tensor,
     shared: Shared,
     inputs: Inputs,
@@ -276,7 +283,7 @@ def _step(
 
     The tile is the `g`-th of this program, and its products the `o`-th turn of the tensor cores.
     Where it opens a cut, the maximum starts anew, and what the product of the tile before completes
-    goes into the total.
+    goes into the total. The item's second cut begins at tile `second`.
     """
     ROWS: gl.constexpr = gl.SliceLayout(1, _products(form.DIM))
     ks = g % form.STAGES
@@ -303,8 +310,7 @@ def _step(
     if MASKED:
         s = _hidden(s, j, position, inputs.window, form)
     if form.CUTS:
-        low = 1 + 2 * (j >= 16).to(gl.int32) + 12 * (j >= 64).to(gl.int32)
-        opens = (j & low) == 0
+        opens = (j & _cut_mask(j)) == 0
         before = gl.where(opens, float("-inf"), m)
     else:
         before = m
@@ -325,7 +331,7 @@ def _step(
     mbarrier.arrive(shared.v_empty.index(vs), count=1)
     if form.CUTS:
         if opens:
-            if j > 2:  # not the first cut
+            if j > second:
                 m_all, norm_all, old, new = _merge_sums(m_all, norm_all, m, norm)
                 acc = _merge_out(shared.total.index(C), acc, old, new, form)
             else:
@@ -338,6 +344,18 @@ def _step(
     else:
         acc = acc * gl.convert_layout(shrink, ROWS)[:, None]
     return m_new, norm_new, acc, p_new, m_all, norm_all
+
+
+@gluon.jit
+def _sinks(
+    sink_ptr: gl.tensor, record: gl.tensor, heads: gl.tensor, form: Form
+) -> gl.tensor:
+    """The sinks of a warpgroup's rows, in powers of 2."""
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, _products(form.KEYS)))
+    head = gl.load(record + 5)
+    sink = gl.load(sink_ptr + gl.minimum(head + row % form.PACK, heads - 1))
+    # A plain product could become a part of the subtraction that follows.
+    return gl.fma(sink, LOG2_E, 0.0)
 
 
 @gluon.jit
@@ -369,11 +387,8 @@ def _consume(
             gl.minimum((position + 1) // form.KEYS, end), begin + 1
         )
         m = gl.full([64], float("-inf"), gl.float32, ROWS)
-        if form.SINKS:
-            head = gl.load(record + 5)
-            row = gl.arange(0, 64, layout=ROWS)
-            m = gl.load(sink_ptr + gl.minimum(head + row % form.PACK, heads - 1))
-            m = m * LOG2_E
+        if form.SINKS and not form.CUTS:
+            m = _sinks(sink_ptr, record, heads, form)
 
         mbarrier.wait(shared.q_full.index(C), t & 1)
         ks = g % form.STAGES
@@ -400,7 +415,7 @@ def _consume(
             top = gl.where(m_new == float("-inf"), 0.0, m_new)
         w = gl.exp2(gl.fma(s, factor, -top[:, None]))
         norm = _row_sum(w, form)
-        if form.SINKS:
+        if form.SINKS and not form.CUTS:
             norm = gl.exp2(m - top) + norm
         m = m_new
         p = gl.convert_layout(
@@ -412,6 +427,10 @@ def _consume(
         shift = g - begin
         turn = o - begin  # tile j has turn o + j - begin
         start = begin + 1
+        if form.WINDOWED:
+            second = (begin | _cut_mask(begin)) + 1
+        else:
+            second = 2
         if form.WINDOWED:
             last_row = position + (64 // form.PACK - 1)
             whole = gl.maximum(last_row - inputs.window + 1, 0) + form.KEYS - 1
@@ -428,6 +447,7 @@ def _consume(
                     p,
                     m_all,
                     norm_all,
+                    second,
                     position,
                     shared,
                     inputs,
@@ -447,6 +467,7 @@ def _consume(
                 p,
                 m_all,
                 norm_all,
+                second,
                 position,
                 shared,
                 inputs,
@@ -465,6 +486,7 @@ def _consume(
                 p,
                 m_all,
                 norm_all,
+                second,
                 position,
                 shared,
                 inputs,
@@ -483,9 +505,16 @@ def _consume(
         mbarrier.arrive(shared.v_empty.index(vs), count=1)
 
         if form.CUTS:
-            if end > 2:  # there are cuts before the last
+            if end > second:
                 m, norm, old, new = _merge_sums(m_all, norm_all, m, norm)
                 acc = _merge_out(shared.total.index(C), acc, old, new, form)
+            if form.SINKS:
+                sink = _sinks(sink_ptr, record, heads, form)
+                top = gl.maximum(m, sink)
+                old = gl.exp2(m - top)
+                norm = gl.fma(norm, old, gl.exp2(sink - top))
+                old = gl.convert_layout(old, gl.SliceLayout(1, _products(form.DIM)))
+                acc = acc * old[:, None]
             share = gl.div_rn(gl.full([64], 1.0, gl.float32, ROWS), norm)
         else:
             share = 1.0 / norm

@@ -58,8 +58,7 @@ def missing_for(shapes: ModelShapes, capability: tuple[int, int]) -> str:
 
 def prove(shapes: ModelShapes, device: str) -> str:
     """Return the first fault that running the kernels shows; empty if there is none."""
-    windows = {min(window, LONGEST_WINDOW) for window in shapes.windows}
-    for window in (None, *sorted(windows)):
+    for window in windows_of(shapes):
         batches = list(BATCHES)
         if window is not None:
             batches.append(((window + 300, window), (77, 40)))
@@ -73,6 +72,12 @@ def prove(shapes: ModelShapes, device: str) -> str:
         if fault := chunk_fault(prompt, window):
             return f"a prompt of {PROMPT}, window {window}: {fault}"
     return ""
+
+
+def windows_of(shapes: ModelShapes) -> tuple[int | None, ...]:
+    """Return the windows to prove, and none, with which a layer sees all keys."""
+    windows = {min(window, LONGEST_WINDOW) for window in shapes.windows}
+    return (*sorted(windows), None)
 
 
 def _fault_of(case: AttentionCase, window: int | None) -> str:
