@@ -4,7 +4,16 @@ from typing import Literal
 
 import msgspec
 
-from tools.gpu.floors import LLAMA3_8B, QWEN3_06B, QWEN3_8B, Shape, Unit
+from baton.protocol.config import Deterministic
+from tools.gpu.floors import (
+    LLAMA3_8B,
+    MISTRAL_7B,
+    QWEN3_06B,
+    QWEN3_8B,
+    QWEN3_8B_INT4,
+    Shape,
+    Unit,
+)
 
 
 class PrefillCase(msgspec.Struct, frozen=True):
@@ -13,6 +22,7 @@ class PrefillCase(msgspec.Struct, frozen=True):
     key: str
     num_tokens: int
     unit: Unit = "TFLOP/s"
+    window: int | None = None
 
 
 class DecodeCase(msgspec.Struct, frozen=True):
@@ -22,6 +32,22 @@ class DecodeCase(msgspec.Struct, frozen=True):
     contexts: tuple[int, ...]
     unit: Unit = "TB/s"
     block_size: int = 16
+    num_layers: int = 8
+    window: int | None = None
+
+    @property
+    def num_seen(self) -> int:
+        """Return the keys that all sequences see together."""
+        return sum(min(context, self.window or context) for context in self.contexts)
+
+
+class LatentCase(msgspec.Struct, frozen=True):
+    """Latent attention of one layer: the last `queries[i]` of `contexts[i]` tokens are new."""
+
+    key: str
+    contexts: tuple[int, ...]
+    queries: tuple[int, ...]
+    unit: Unit
     num_layers: int = 8
 
 
@@ -67,12 +93,16 @@ class KernelCases(msgspec.Struct, frozen=True):
     decode: tuple[DecodeCase, ...]
     sampling: tuple[SamplingCase, ...]
     products: tuple[ProductCase, ...] = ()
+    # Heads of queries, and the latent and the rotated numbers of a row.
+    latent_sizes: tuple[int, int, int] = (16, 512, 64)
+    latent: tuple[LatentCase, ...] = ()
 
 
 class StepCase(msgspec.Struct, frozen=True):
     """A step of the whole engine: `batch` sequences that decode, or a prompt of `context` tokens.
 
-    `max_num_batched_tokens` cuts the prompt; 0 computes it in one step.
+    `max_num_batched_tokens` cuts the prompt; 0 computes it in one step. `deterministic` is the
+    setting that chooses the kernels.
     """
 
     shape: Shape
@@ -80,17 +110,24 @@ class StepCase(msgspec.Struct, frozen=True):
     batch: int
     context: int
     max_num_batched_tokens: int = 0
+    deterministic: Deterministic = "false"
+
+    @property
+    def model(self) -> str:
+        if self.deterministic == "false":
+            return self.shape.name
+        return f"{self.shape.name}, deterministic {self.deterministic},"
 
     @property
     def key(self) -> str:
         if self.kind == "decode":
-            return f"{self.shape.name} decode b{self.batch} ctx {short(self.context)}"
+            return f"{self.model} decode b{self.batch} ctx {short(self.context)}"
         chunked = (
             f" in chunks of {self.max_num_batched_tokens}"
             if self.max_num_batched_tokens
             else ""
         )
-        return f"{self.shape.name} prefill {short(self.context)}{chunked}"
+        return f"{self.model} prefill {short(self.context)}{chunked}"
 
 
 def short(count: int) -> str:
@@ -106,6 +143,7 @@ KERNELS = KernelCases(
         PrefillCase("prefill attention 4k", 4096),
         PrefillCase("prefill attention 8k", 8192),
         PrefillCase("prefill attention 16k", 16_384),
+        PrefillCase("prefill attention 16k, window 4k", 16_384, window=4096),
     ),
     decode=(
         DecodeCase("decode attention b1 ctx 1k", (1024,), "µs", num_layers=36),
@@ -135,6 +173,9 @@ KERNELS = KernelCases(
             (32_768, *(512,) * 63),
             "x floor",
         ),
+        DecodeCase(
+            "decode attention b32 ctx 16k, window 4k", (16_384,) * 32, window=4096
+        ),
     ),
     sampling=(
         SamplingCase("sampling b128, greedy", 128),
@@ -146,9 +187,36 @@ KERNELS = KernelCases(
     products=tuple(
         ProductCase(rows, QWEN3_8B.linears) for rows in (1, 32, 128, 512, 2048, 8192)
     ),
+    # The sizes of DeepSeek-V2-Lite, and of DeepSeek-V3 on eight ranks.
+    latent=(
+        *(
+            LatentCase(
+                f"latent decode attention b{batch} ctx 4k",
+                (4096,) * batch,
+                (1,) * batch,
+                "µs",
+            )
+            for batch in (1, 32, 128)
+        ),
+        *(
+            LatentCase(
+                f"latent prefill attention {short(count)}",
+                (count,),
+                (count,),
+                "TFLOP/s",
+                num_layers=2,
+            )
+            for count in (4096, 8192)
+        ),
+    ),
 )
 
 
+SETTINGS: tuple[Deterministic, ...] = ("false", "auto")
+WINDOWED: tuple[tuple[Literal["decode", "prefill"], int], ...] = (
+    ("decode", 16),
+    ("prefill", 1),
+)
 # The cases in the order of measuring: those that cost much memory or time come last.
 STEPS = (
     *(StepCase(QWEN3_06B, "decode", batch, 1024) for batch in (1, 32, 128)),
@@ -157,6 +225,19 @@ STEPS = (
     *(StepCase(QWEN3_8B, "decode", batch, 1024) for batch in (1, 32, 128)),
     *(StepCase(QWEN3_8B, "prefill", 1, context) for context in (64, 2048, 8192)),
     StepCase(QWEN3_8B, "prefill", 1, 8192, 512),
+    # What the default costs beside the same cases above.
+    *(
+        StepCase(QWEN3_8B, "decode", batch, 1024, deterministic="auto")
+        for batch in (1, 32, 128)
+    ),
+    StepCase(QWEN3_8B, "prefill", 1, 8192, deterministic="auto"),
+    *(StepCase(QWEN3_8B_INT4, "decode", batch, 1024) for batch in (1, 32, 128)),
+    StepCase(QWEN3_8B_INT4, "prefill", 1, 8192),
+    *(
+        StepCase(MISTRAL_7B, kind, batch, 8192, deterministic=setting)
+        for setting in SETTINGS
+        for kind, batch in WINDOWED
+    ),
     StepCase(QWEN3_8B, "decode", 128, 4096),
     *(StepCase(LLAMA3_8B, "decode", batch, 1024) for batch in (1, 32, 128)),
 )

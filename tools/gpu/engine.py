@@ -14,11 +14,14 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from baton.kernels.proofs import PRODUCTS, ModelShapes, possible
 from baton.model.config.rope_config import Rope
+from baton.model.layers.attention import Scoring
 from baton.model.layers.decoder import Decoder, DecoderLayer
-from baton.model.layers.linear import Linear
+from baton.model.layers.linear import Linear, Product
 from baton.model.layers.mlp import DenseMlp
 from baton.model.layers.rotary import rope_table
+from baton.model.runner.device_kernels import UNPROVEN, DeviceKernels, chosen
 from baton.model.runner.kv_cache import KVCache, device_cache
 from baton.model.runner.runner import Runner
 from baton.model.runner.step_queue import CudaQueue, HostQueue, StepQueue, StepWork
@@ -27,7 +30,7 @@ from baton.model.tensor_parallel import SingleRank
 from baton.runtime.clock import monotonic
 from tools.gpu import serving
 from tools.gpu.cases import STEPS, StepCase
-from tools.gpu.floors import Shape
+from tools.gpu.floors import NARROW_GROUP, Shape
 from tools.gpu.rows import Measured, Unreached
 from tools.gpu.section import Desk
 from tools.gpu.serving import BLOCK_SIZE, MAX_PROMPT, decode, prefill
@@ -52,16 +55,17 @@ def run(
     for model in _models(steps):
         shape = model[0].shape
         num_blocks = max(map(blocks_of, model))
-        if lacking := _lacking(desk, shape, num_blocks):
-            for case in model:
-                desk.emit(Measured(case.key, "ms", note=lacking))
-            continue
         if desk.left_s() < BUILD_S:
             for case in model:
                 desk.emit(Unreached(case.key))
             continue
+        kernels = kernels_of(model[0], _capability(desk.device))
+        if lacking := _lacking(desk, model[0], num_blocks, kernels):
+            for case in model:
+                desk.emit(Measured(case.key, "ms", note=lacking))
+            continue
         try:
-            runner = build(shape, num_blocks, desk.device)
+            runner = build(shape, num_blocks, desk.device, kernels)
         except torch.OutOfMemoryError as error:
             for case in model:
                 desk.emit(Measured(case.key, "ms", error=str(error)[:200]))
@@ -74,7 +78,7 @@ def _models(steps: Sequence[StepCase]) -> list[list[StepCase]]:
     """Group the cases that share a model and a pool; a very large pool serves one case alone."""
 
     def pool_of(case: StepCase) -> tuple[str, bool]:
-        return case.shape.name, blocks_of(case) > SHARED_BLOCKS
+        return case.model, blocks_of(case) > SHARED_BLOCKS
 
     return [list(cases) for _, cases in groupby(steps, pool_of)]
 
@@ -101,7 +105,7 @@ def _measure(
             continue
         key = f"{case.key}, eager"
         desk.measure(Measured(key, "ms"), partial(decode, runner, case, key, rounds))
-    if decoding and desk.has_time(f"graphs of {decoding[0].shape.name}", 15.0):
+    if decoding and desk.has_time(f"graphs of {decoding[0].model}", 15.0):
         serving.run(desk, runner, decoding, prompts, rounds)
 
 
@@ -110,8 +114,37 @@ def blocks_of(case: StepCase) -> int:
     return case.batch * (-(-case.context // BLOCK_SIZE) + 1)
 
 
-def _lacking(desk: Desk, shape: Shape, num_blocks: int) -> str:
-    """Return why a model and its pool do not fit this GPU's memory; empty if they do."""
+def _capability(device: torch.device) -> tuple[int, int]:
+    if device.type != "cuda":
+        return 0, 0
+    return torch.cuda.get_device_capability(device)
+
+
+def kernels_of(case: StepCase, capability: tuple[int, int]) -> DeviceKernels:
+    """Return the kernels of a node that has proven all that it could; the self-test proves them."""
+    shape = case.shape
+    shapes = ModelShapes(
+        (*shape.linears, (shape.vocab_size, shape.hidden_size)),
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        BLOCK_SIZE,
+        windows=() if shape.window is None else (shape.window,),
+        narrow=shape.narrow,
+        narrow_group=NARROW_GROUP if shape.narrow else 0,
+        max_model_len=MAX_POSITIONS,
+    )
+    proven = {candidate.name: True for candidate in possible(shapes, capability)}
+    return chosen(case.deterministic, proven, 1)
+
+
+def _lacking(
+    desk: Desk, case: StepCase, num_blocks: int, kernels: DeviceKernels
+) -> str:
+    """Return why a model cannot be measured on this GPU; empty if it can."""
+    shape = case.shape
+    if case.deterministic == "auto" and not kernels.is_ordered:
+        return "here the default is deterministic: false"
     pool = num_blocks * BLOCK_SIZE * shape.kv_bytes_per_token
     needed = shape.stored_bytes + pool + SPARE_BYTES
     free = desk.watch.free_bytes()
@@ -120,9 +153,11 @@ def _lacking(desk: Desk, shape: Shape, num_blocks: int) -> str:
     return f"needs {needed / 2**30:.0f} GiB, {free / 2**30:.0f} GiB are free"
 
 
-def build(shape: Shape, num_blocks: int, device: torch.device) -> Runner:
+def build(
+    shape: Shape, num_blocks: int, device: torch.device, kernels: DeviceKernels
+) -> Runner:
     """Return a runner over a random model and a random pool."""
-    decoder = random_decoder(shape, torch.bfloat16, device)
+    decoder = random_decoder(shape, torch.bfloat16, device, kernels)
     cache = device_cache(
         (
             num_blocks,
@@ -137,11 +172,15 @@ def build(shape: Shape, num_blocks: int, device: torch.device) -> Runner:
     )
     cache.pool.normal_()  # reading zeros takes less power
     positions = min(num_blocks * BLOCK_SIZE, MAX_POSITIONS)
-    return make_runner(shape, decoder, cache, positions)
+    return make_runner(shape, decoder, cache, positions, kernels)
 
 
 def make_runner(
-    shape: Shape, decoder: Decoder, cache: KVCache, positions: int
+    shape: Shape,
+    decoder: Decoder,
+    cache: KVCache,
+    positions: int,
+    kernels: DeviceKernels,
 ) -> Runner:
     """Return a runner that is built like a rank's, without a checkpoint."""
     from baton.kernels.cuda.sampling import sample_tokens
@@ -150,7 +189,14 @@ def make_runner(
     table = rope_table(Rope(THETA), shape.head_dim, positions)
     device = cache.pool.device
     queue: StepQueue = CudaQueue(device) if device.type == "cuda" else RepeatingQueue()
-    backend = CudaBackend(cache.pool, shape.num_heads, [table], EPS)
+    backend = CudaBackend(
+        cache.pool,
+        shape.num_heads,
+        [table],
+        EPS,
+        is_ordered=kernels.is_ordered,
+        proven=kernels.proven,
+    )
     return Runner(decoder, backend, cache, Sampler((), sample_tokens), queue, monotonic)
 
 
@@ -163,12 +209,30 @@ class RepeatingQueue(HostQueue):
         return work
 
 
-def random_decoder(shape: Shape, dtype: torch.dtype, device: torch.device) -> Decoder:
+def random_decoder(
+    shape: Shape,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: DeviceKernels = UNPROVEN,
+) -> Decoder:
     """Return a decoder with weights of the right sizes, drawn on `device`."""
+    ordered = _ordered_product(device, kernels)
+
+    def dense(rows: int, columns: int) -> Linear:
+        weight = torch.empty(rows, columns, dtype=dtype, device=device)
+        return Linear(weight.normal_(0.0, WEIGHT_SCALE), ordered=ordered)
 
     def linear(rows: int, columns: int) -> Linear:
-        weight = torch.empty(rows, columns, dtype=dtype, device=device)
-        return Linear(weight.normal_(0.0, WEIGHT_SCALE))
+        if not shape.narrow:
+            return dense(rows, columns)
+        from baton.kernels.hopper.narrow.narrow_proof import weights_of
+        from tools.gpu.kernels import narrow_packing
+
+        weight = next(weights_of(shape.narrow, NARROW_GROUP, rows, columns, device))
+        packed = narrow_packing(device)(weight, device)
+        assert packed is not None
+        codes, product = packed
+        return Linear(codes, ordered=product)
 
     def ones(*sizes: int) -> Tensor:
         return torch.ones(sizes, dtype=dtype, device=device)
@@ -187,9 +251,24 @@ def random_decoder(shape: Shape, dtype: torch.dtype, device: torch.device) -> De
             mlp_norm=ones(hidden),
             mlp=DenseMlp(linear(2 * inner, hidden), linear(hidden, inner)),
             number=number,
+            scoring=Scoring(dim**-0.5, shape.window),
         )
         for number in range(shape.num_layers)
     )
-    embedding = linear(shape.vocab_size, hidden).weight
-    head = Linear(embedding) if shape.is_tied else linear(shape.vocab_size, hidden)
+    head = dense(shape.vocab_size, hidden)
+    embedding = head.weight
+    if not shape.is_tied:
+        embedding = dense(shape.vocab_size, hidden).weight
     return Decoder(embedding, layers, ones(hidden), head, False, EPS, SingleRank())
+
+
+def _ordered_product(device: torch.device, kernels: DeviceKernels) -> Product | None:
+    if not kernels.is_ordered:
+        return None
+    if PRODUCTS in kernels.proven:
+        from baton.kernels.hopper.products.product import load_product
+
+        return load_product(device)
+    from baton.kernels.cuda.fixed_product import fixed_product
+
+    return fixed_product

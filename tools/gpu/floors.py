@@ -9,6 +9,9 @@ import msgspec
 
 Unit = Literal["TFLOP/s", "TB/s", "µs", "ms", "s", "GiB", "%", "x floor"]
 BYTES_PER_VALUE = 2  # bf16 weights and KV
+# Of a weight that keeps its codes; scales are left out.
+NARROW_BYTES = {"int4": 0.5, "fp8": 1.0}
+NARROW_GROUP = 128  # inputs that share a scale
 
 
 class Work(msgspec.Struct, frozen=True):
@@ -46,6 +49,8 @@ class Shape(msgspec.Struct, frozen=True):
     vocab_size: int
     is_tied: bool
     has_qk_norm: bool = True
+    window: int | None = None  # keys that a token sees in each layer, itself included
+    narrow: str = ""  # codes that the linear layers keep: a key of `NARROW_BYTES`
 
     @property
     def linears(self) -> tuple[tuple[int, int], ...]:
@@ -72,7 +77,8 @@ class Shape(msgspec.Struct, frozen=True):
     @property
     def read_bytes(self) -> int:
         """Return the bytes of weights that every decode step reads: all but the embedding table."""
-        return BYTES_PER_VALUE * (self.body_values + self.head_values)
+        per_weight = NARROW_BYTES.get(self.narrow, BYTES_PER_VALUE)
+        return int(per_weight * self.body_values) + BYTES_PER_VALUE * self.head_values
 
     @property
     def stored_bytes(self) -> int:
@@ -89,6 +95,10 @@ class Shape(msgspec.Struct, frozen=True):
         """Return the query values of one token in all layers; attention's work is proportional."""
         return self.num_layers * self.num_heads * self.head_dim
 
+    def num_seen(self, context: int) -> int:
+        """Return the keys that the last token of a context sees."""
+        return context if self.window is None else min(context, self.window)
+
 
 QWEN3_06B = Shape("Qwen3-0.6B", 1024, 3072, 28, 16, 8, 128, 151_936, is_tied=True)
 QWEN3_8B = Shape("Qwen3-8B", 4096, 12_288, 36, 32, 8, 128, 151_936, is_tied=False)
@@ -104,25 +114,43 @@ LLAMA3_8B = Shape(
     is_tied=False,
     has_qk_norm=False,
 )
+MISTRAL_7B = Shape(
+    "Mistral-7B-v0.1",
+    4096,
+    14_336,
+    32,
+    32,
+    8,
+    128,
+    32_000,
+    is_tied=False,
+    has_qk_norm=False,
+    window=4096,
+)
+QWEN3_8B_INT4 = msgspec.structs.replace(
+    QWEN3_8B, name="Qwen3-8B in int4", narrow="int4"
+)
 
 
 def decode_work(shape: Shape, batch: int, context: int) -> Work:
     """Return the work of one new token for each of `batch` sequences of `context` tokens."""
-    kv_bytes = batch * context * shape.kv_bytes_per_token
+    num_seen = batch * shape.num_seen(context)
+    kv_bytes = num_seen * shape.kv_bytes_per_token
     linear = 2 * batch * (shape.body_values + shape.head_values)
-    attention = 4 * batch * context * shape.query_width
+    attention = 4 * num_seen * shape.query_width
     return Work(shape.read_bytes + kv_bytes, linear + attention)
 
 
 def prefill_work(shape: Shape, num_tokens: int) -> Work:
     """Return the work of a prompt of `num_tokens`, of which the LM head takes one row."""
     linear = 2 * num_tokens * shape.body_values + 2 * shape.head_values
-    attention = causal_flops(num_tokens, shape.query_width)
+    attention = causal_flops(num_tokens, shape.query_width, shape.window)
     return Work(
         shape.read_bytes + num_tokens * shape.kv_bytes_per_token, linear + attention
     )
 
 
-def causal_flops(num_tokens: int, query_width: int) -> int:
+def causal_flops(num_tokens: int, query_width: int, window: int | None = None) -> int:
     """Return the operations of causal attention, which never needs half of the score matrix."""
-    return 2 * num_tokens**2 * query_width
+    hidden = 0 if window is None else max(num_tokens - window, 0)
+    return 2 * (num_tokens**2 - hidden**2) * query_width

@@ -20,6 +20,10 @@ from baton.kernels.cuda.fixed_product import (
     has_warpgroup_products,
     packed,
 )
+from baton.kernels.cuda.latent_attention import (
+    latent_decode_attention,
+    latent_prefill_attention,
+)
 from baton.kernels.cuda.prefill_attention import paged_prefill_attention
 from baton.kernels.cuda.sampling import sample_tokens
 from baton.kernels.hopper.attention import prefill as hopper
@@ -36,19 +40,21 @@ from tools.gpu.cases import (
     KERNELS,
     DecodeCase,
     KernelCases,
+    LatentCase,
     PrefillCase,
     ProductCase,
     SamplingCase,
 )
-from tools.gpu.floors import Work, causal_flops
+from tools.gpu.floors import NARROW_BYTES, NARROW_GROUP, Work, causal_flops
 from tools.gpu.kernel_cases import AttentionShape, Batch, attention_batch
 from tools.gpu.rows import Measured
 from tools.gpu.section import Desk
 from tools.gpu.timing import Call
 
 VALUE_BYTES = 2
-NARROW_BYTES = {"int4": 0.5, "fp8": 1.0}
-NARROW_GROUP = 128
+# Half of DeepSeek's keys of 192 and values of 128, whose operations count: those on latent rows are
+# 3.4 times as many.
+EXPANDED_DIM = 160
 ORDERED = ", ordered"
 ON_HOPPER = ", on Hopper"
 IN_ONE_ORDER = ", on Hopper in one order"
@@ -91,7 +97,10 @@ class Kernels:
             blank = Measured(
                 prefill.key.replace("prefill attention", "torch SDPA"), prefill.unit
             )
-            measure(blank, partial(self.sdpa, blank, prefill))
+            if prefill.window is None:
+                measure(blank, partial(self.sdpa, blank, prefill))
+        for latent in cases.latent:
+            measure(Measured(latent.key, latent.unit), partial(self.latent, latent))
         if cases.products:
             ours = ordered_product(self.desk.device)
             for product in cases.products:
@@ -118,17 +127,18 @@ class Kernels:
     def decode(self, case: DecodeCase, form: str) -> Measured:
         num_heads, kv_heads, head_dim = self.cases.heads
         token_bytes = 2 * kv_heads * head_dim * VALUE_BYTES
-        total = sum(case.contexts)
-        needs = total * token_bytes * case.num_layers
+        needs = sum(case.contexts) * token_bytes * case.num_layers
         if needs > 0.8 * self.desk.watch.free_bytes():
             return Measured(
                 case.key + form,
                 case.unit,
                 note=f"needs {needs >> 30} GiB of free memory",
             )
+        queries = (1,) * len(case.contexts)
         batch = self._batch(
-            case.contexts, (1,) * len(case.contexts), case.block_size, case.num_layers
+            case.contexts, queries, case.block_size, case.num_layers, case.window
         )
+        total = case.num_seen
         timing = self.desk.watch.kernels(
             [DECODES[form](batch, layer) for layer in range(case.num_layers)]
         )
@@ -141,6 +151,7 @@ class Kernels:
         queries: tuple[int, ...],
         block_size: int,
         layers: int,
+        window: int | None,
     ) -> Batch:
         shape = AttentionShape(
             contexts,
@@ -148,12 +159,13 @@ class Kernels:
             *self.cases.heads,
             block_size,
             torch.bfloat16,
+            window,
             num_layers=layers,
         )
         return attention_batch(shape, self.desk.device.type)
 
     def prefill(self, case: PrefillCase, form: str) -> Measured:
-        batch = self._batch((case.num_tokens,), (case.num_tokens,), 16, 2)
+        batch = self._batch((case.num_tokens,), (case.num_tokens,), 16, 2, case.window)
         ours = self.desk.watch.kernels(
             [PREFILLS[form](batch, layer) for layer in range(2)]
         )
@@ -163,8 +175,35 @@ class Kernels:
         (num_heads, kv_heads, head_dim), tokens = self.cases.heads, case.num_tokens
         return Work(
             2 * tokens * (num_heads + kv_heads) * head_dim * VALUE_BYTES,
-            causal_flops(tokens, num_heads * head_dim),
+            causal_flops(tokens, num_heads * head_dim, case.window),
         )
+
+    def latent(self, case: LatentCase) -> Measured:
+        """Measure attention to latent rows, in which models of this kind serve prompts, too."""
+        num_heads, latent, rotated = self.cases.latent_sizes
+        shape = AttentionShape(
+            case.contexts,
+            case.queries,
+            num_heads,
+            1,
+            latent + rotated,
+            dtype=torch.bfloat16,
+            planes=1,
+            num_layers=case.num_layers,
+        )
+        batch = attention_batch(shape, self.desk.device.type)
+        is_decode = set(case.queries) == {1}
+        call = _latent_decode_call if is_decode else _latent_prefill_call
+        timing = self.desk.watch.kernels(
+            [call(batch, layer, rotated) for layer in range(case.num_layers)]
+        )
+        total = sum(case.contexts)
+        flops = 2 * total * num_heads * (2 * latent + rotated)
+        if not is_decode:
+            width = num_heads * EXPANDED_DIM
+            flops = sum(causal_flops(count, width) for count in case.queries)
+        work = Work(VALUE_BYTES * total * (latent + rotated), flops)
+        return Measured(case.key, case.unit, work, timing)
 
     def sdpa(self, blank: Measured, case: PrefillCase) -> Measured:
         """Measure the same work in torch's own attention, which reads contiguous keys."""
@@ -280,13 +319,39 @@ def _decode_call(batch: Batch, layer: int, *, ordered: bool) -> Call:
         batch.block_tables,
         batch.context_lens,
         batch.scale,
+        *batch.how,
         ordered=ordered,
+    )
+
+
+def _latent_decode_call(batch: Batch, layer: int, rotated: int) -> Call:
+    return lambda: latent_decode_attention(
+        batch.q,
+        batch.pool,
+        layer,
+        batch.block_tables,
+        batch.context_lens,
+        batch.scale,
+        rotated,
+    )
+
+
+def _latent_prefill_call(batch: Batch, layer: int, rotated: int) -> Call:
+    return lambda: latent_prefill_attention(
+        batch.q,
+        batch.pool,
+        layer,
+        batch.block_tables,
+        batch.query_starts,
+        batch.context_lens,
+        batch.scale,
+        rotated,
     )
 
 
 def _one_decode_call(batch: Batch, layer: int) -> Call:
     """Return the call of a layer; a step makes one plan for all of them."""
-    plan = plan_decode(batch.context_lens, batch.pool.shape[1])
+    plan = plan_decode(batch.context_lens, batch.pool.shape[1], batch.how[0])
     return lambda: one_decode_attention(
         batch.q,
         batch.pool,
@@ -295,6 +360,7 @@ def _one_decode_call(batch: Batch, layer: int) -> Call:
         batch.context_lens,
         plan,
         batch.scale,
+        *batch.how,
     )
 
 
@@ -307,17 +373,27 @@ def _prefill_call(batch: Batch, layer: int, *, ordered: bool) -> Call:
         batch.query_starts,
         batch.context_lens,
         batch.scale,
+        *batch.how,
         ordered=ordered,
     )
 
 
 def _hopper_prefill_call(batch: Batch, layer: int, *, cuts: bool) -> Call:
     """Return the call of a layer; a step makes one plan for all of them."""
+    window, softcap, sinks = batch.how
     plan = hopper.prefill_plan(
-        batch.q, batch.pool, batch.query_starts, batch.context_lens
+        batch.q, batch.pool, batch.query_starts, batch.context_lens, window
     )
     return lambda: hopper.paged_prefill_attention(
-        batch.q, batch.pool, layer, batch.block_tables, plan, batch.scale, cuts=cuts
+        batch.q,
+        batch.pool,
+        layer,
+        batch.block_tables,
+        plan,
+        batch.scale,
+        softcap,
+        sinks,
+        cuts=cuts,
     )
 
 

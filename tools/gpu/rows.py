@@ -296,6 +296,7 @@ CLAIMS = (
     ),
     Claim("prefill ms", rows=r".* prefill \w+( in chunks of \d+|, graph)?"),
     Claim("prefill attention and SDPA", rows=r"(prefill attention|torch SDPA) .*"),
+    Claim("latent attention", rows=r"latent (decode|prefill) attention .*"),
     Claim(
         "products and cuBLAS", rows=r"(ordered|cuBLAS|int4|fp8) products of a layer.*"
     ),

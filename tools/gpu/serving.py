@@ -55,7 +55,7 @@ def run(
     rounds: int,
 ) -> None:
     """Report capture, checks and rows of the decode cases and prompts of one model and pool."""
-    name = cases[0].shape.name
+    name = cases[0].model
     largest = max(case.batch for case in cases)
     desk.check(
         f"{CAPTURE} of {name}", partial(capture, desk, runner, name, largest), 10.0

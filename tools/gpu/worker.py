@@ -22,6 +22,7 @@ from tools.gpu.cases import (
     DecodeCase,
     KernelCases,
     KvRead,
+    LatentCase,
     PrefillCase,
     ProductCase,
     SamplingCase,
@@ -70,6 +71,10 @@ SMOKE = Sizes(
     transfer=TransferPlan(rounds=5),
 )
 _TINY_SHAPE = Shape("tiny", 64, 96, 2, 2, 1, 32, 640, is_tied=True)
+_TINY_OTHERS = (
+    msgspec.structs.replace(_TINY_SHAPE, name="tiny in int4", narrow="int4"),
+    msgspec.structs.replace(_TINY_SHAPE, name="tiny with a window", window=9),
+)
 TINY = Sizes(
     copy_bytes=1 << 16,
     gemm_size=32,
@@ -90,7 +95,10 @@ TINY = Sizes(
     kernels=KernelCases(
         heads=(4, 2, 32),
         vocab_size=200,
-        prefill=(PrefillCase("prefill attention tiny", 20),),
+        prefill=(
+            PrefillCase("prefill attention tiny", 20),
+            PrefillCase("prefill attention tiny, window", 20, window=9),
+        ),
         decode=(
             DecodeCase("decode attention tiny", (17, 3), num_layers=2),
             DecodeCase(
@@ -102,14 +110,25 @@ TINY = Sizes(
             DecodeCase(
                 "decode attention ragged tiny", (17, 1), unit="x floor", num_layers=2
             ),
+            DecodeCase(
+                "decode attention tiny, window", (17, 3), num_layers=2, window=9
+            ),
         ),
         sampling=(SamplingCase("sampling tiny", 3, 0.8, 5, 0.9),),
         products=(ProductCase(3, _TINY_SHAPE.linears),),
+        latent_sizes=(2, 32, 16),
+        latent=(
+            LatentCase("latent decode attention tiny", (17, 3), (1, 1), "µs", 2),
+            LatentCase("latent prefill attention tiny", (20,), (20,), "TFLOP/s", 2),
+        ),
     ),
     steps=(
         StepCase(_TINY_SHAPE, "decode", 3, 20),
         StepCase(_TINY_SHAPE, "prefill", 1, 40),
         StepCase(_TINY_SHAPE, "prefill", 1, 40, max_num_batched_tokens=16),
+        StepCase(_TINY_SHAPE, "decode", 3, 20, deterministic="auto"),
+        StepCase(_TINY_SHAPE, "prefill", 1, 20, deterministic="true"),
+        *(StepCase(shape, "prefill", 1, 20) for shape in _TINY_OTHERS),
     ),
     weights={"small": (48, 64)},
     rounds=1,

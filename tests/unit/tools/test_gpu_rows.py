@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from baton.bench.report.provenance import collect
+from baton.kernels.proofs import NARROW, ONE_ORDER, PRODUCTS
 from tools.gpu import __main__ as gpu
 from tools.gpu import engine
 from tools.gpu.cases import STEPS
@@ -118,6 +119,24 @@ def test_what_there_is_no_time_for_is_not_begun_and_said():
     engine.run(desk, STEPS[:2])
     keys = ["row", "check", *(case.key for case in STEPS[:2])]
     assert events == [Unreached(key) for key in keys]
+
+
+def test_the_default_is_measured_beside_false_where_proven_kernels_give_it():
+    pytest.importorskip("triton")
+    assert len({case.key for case in STEPS}) == len(STEPS)
+    defaults = [case for case in STEPS if case.deterministic == "auto"]
+    assert {(case.kind, case.batch) for case in defaults} >= {
+        ("prefill", 1),
+        *(("decode", batch) for batch in (1, 32, 128)),
+    }
+    for case in defaults:
+        assert msgspec.structs.replace(case, deterministic="false") in STEPS
+        hopper = engine.kernels_of(case, (9, 0))
+        assert hopper.is_ordered
+        assert {PRODUCTS, ONE_ORDER} <= hopper.proven
+        assert not engine.kernels_of(case, (8, 0)).is_ordered
+    narrow = next(case for case in STEPS if case.shape.narrow)
+    assert NARROW in engine.kernels_of(narrow, (9, 0)).proven
 
 
 def test_last_lines_say_pass_fail_or_values():
