@@ -111,6 +111,13 @@ def cases() -> Cases:
                 found[f"few, cuts, heads of {head_dim}{name}"] = partial(
                     _prefill, head_dim=head_dim, cuts=True, **few, **options
                 )
+    for head_dim in (80, 96, 112):
+        found[f"cuts, heads of {head_dim}"] = partial(
+            _prefill, head_dim=head_dim, cuts=True
+        )
+        found[f"decode, heads of {head_dim}"] = partial(
+            _decode, head_dim=head_dim, has_sinks=True
+        )
     for head_dim in (64, 80, 96, 112, 256):
         found[f"head of {head_dim}"] = partial(_prefill, head_dim=head_dim)
     found["head of 64, all options"] = partial(

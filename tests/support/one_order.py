@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from baton.kernels.constants import LOG2_E, in_powers_of_2
@@ -81,7 +82,10 @@ def attend(
     machine: Arithmetic,
 ) -> Tensor:
     """Return the attention of rows of one head in the type of the pool."""
-    rows, dim = q.shape
+    rows, head_dim = q.shape
+    # Tiles are as wide as the next power of 2.
+    dim = 1 << (head_dim - 1).bit_length()
+    q, k, v = (F.pad(part, (0, dim - head_dim)) for part in (q, k, v))
     scale, window, softcap, sinks = scoring
     scale_log2, cap_log2 = (
         torch.tensor(number, dtype=torch.float64).float()
@@ -98,9 +102,7 @@ def attend(
         m, norm, acc = sums
         own = slice(tile * KEYS, (tile + 1) * KEYS)
         padding = (0, 0, 0, KEYS - len(k[own]))
-        keys, values = (
-            torch.nn.functional.pad(part[own].float(), padding) for part in (k, v)
-        )
+        keys, values = (F.pad(part[own].float(), padding) for part in (k, v))
         s = machine.dot(q.float(), keys.T)
         if softcap is not None:
             share = 1.0 / (1.0 + machine.exp2(s * scale_log2))
@@ -125,4 +127,5 @@ def attend(
         shrink = machine.exp2(m - m_new)
         norm = machine.fma(norm, shrink, machine.exp2(sink - m_new))
         acc = acc * shrink[:, None]
-    return machine.narrow(acc * (1.0 / norm)[:, None], v.dtype)
+    out = machine.narrow(acc * (1.0 / norm)[:, None], v.dtype)
+    return out[:, :head_dim]

@@ -38,7 +38,7 @@ from baton.kernels.hopper.attention.order import (
     row_sum,
 )
 
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 80, 96, 112, 128)
 MAX_GROUP = 16
 PROGRAMS = 2  # on a multiprocessor
 PLAN_FIELDS = 8
@@ -84,8 +84,8 @@ def one_decode_attention(
     """Return the attention of one new token per sequence over its paged context, shaped as `q`.
 
     A row of length 0, the padding of a captured graph, gives zeros. The workspace is `batch *
-    num_heads * cuts * (head_dim + 2)` floats, with as many cuts as the table has room for, or a
-    window can touch.
+    num_heads * cuts * (dim + 2)` floats, with as many cuts as the table has room for, or a window
+    can touch; `dim` is the head size padded to a power of 2.
     """
     check_pool(q, pool, block_tables)
     batch, num_heads, head_dim = q.shape
@@ -98,7 +98,8 @@ def one_decode_attention(
     if window is not None:
         cuts = min(cuts, most_cuts(window))
     scale_log2, cap_log2 = in_powers_of_2(scale, softcap)
-    parts = q.new_empty((batch, kv_heads, cuts, group, head_dim), dtype=torch.float32)
+    dim = triton.next_power_of_2(head_dim)
+    parts = q.new_empty((batch, kv_heads, cuts, group, dim), dtype=torch.float32)
     sums = q.new_empty((batch, kv_heads, cuts, group, 2), dtype=torch.float32)
     merged = q.new_empty((batch, kv_heads), dtype=torch.int32)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -125,7 +126,8 @@ def one_decode_attention(
         block_tables.stride(0),
         KV_HEADS=kv_heads,
         GROUP=group,
-        DIM=head_dim,
+        HEAD_DIM=head_dim,
+        DIM=dim,
         ROWS=max(16, triton.next_power_of_2(group)),
         BLOCK_SIZE=block_size,
         WINDOWED=window is not None,
@@ -148,7 +150,8 @@ def one_decode_attention(
             KV_HEADS=kv_heads,
             GROUP=group,
             GROUP_ROWS=triton.next_power_of_2(group),
-            DIM=head_dim,
+            HEAD_DIM=head_dim,
+            DIM=dim,
             WINDOWED=window is not None,
             num_warps=4,
         )
@@ -259,6 +262,17 @@ def _plan_decode_kernel(
 
 
 @triton.jit
+def _within(
+    rows: tl.tensor, d: tl.tensor, HEAD_DIM: tl.constexpr, DIM: tl.constexpr
+) -> tl.tensor:
+    """Return which elements of live rows are of the head, not of its padding."""
+    if HEAD_DIM < DIM:
+        return rows[:, None] & (d < HEAD_DIM)[None, :]
+    else:
+        return rows[:, None]
+
+
+@triton.jit
 def _store_part(
     part_ptr: tl.tensor,
     sum_ptr: tl.tensor,
@@ -354,6 +368,7 @@ def _decode_kernel(
     stride_table: tl.tensor,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -386,10 +401,11 @@ def _decode_kernel(
         BLOCK_SIZE,
         TILE,
     )
-    q_at = q_ptr + r[:, None] * DIM + d[None, :]
+    q_at = q_ptr + r[:, None] * HEAD_DIM + d[None, :]
+    of_head = _within(is_head, d, HEAD_DIM, DIM)
     q = tl.load(
-        q_at + (sequence.to(tl.int64) * stride_q + head * GROUP * DIM),
-        mask=is_head[:, None],
+        q_at + (sequence.to(tl.int64) * stride_q + head * GROUP * HEAD_DIM),
+        mask=of_head,
         other=0.0,
     )
     m = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -404,11 +420,12 @@ def _decode_kernel(
         live = start + i < length
         if WINDOWED:
             live = live & (start + i >= length - window)
-        rows = slot_rows(blocks, start, stride_block, BLOCK_SIZE, DIM, TILE)
+        rows = slot_rows(blocks, start, stride_block, BLOCK_SIZE, HEAD_DIM, TILE)
         here = pool_ptr + (head.to(tl.int64) * stride_head + layer_offset)
         here = here + rows[:, None] + d[None, :]
-        k = tl.load(here, mask=live[:, None], other=0.0)
-        v = tl.load(here + BLOCK_SIZE * DIM, mask=live[:, None], other=0.0)
+        loaded = _within(live, d, HEAD_DIM, DIM)
+        k = tl.load(here, mask=loaded, other=0.0)
+        v = tl.load(here + BLOCK_SIZE * HEAD_DIM, mask=loaded, other=0.0)
         opens = (t & cut_mask(t)) == 0
         if WINDOWED:
             opens = opens | (t == _first_tile(length, window, WINDOWED))
@@ -449,8 +466,8 @@ def _decode_kernel(
                     heads = head * GROUP + r
                     result = _shares(m_all, norm_all, acc_all, sink_ptr, heads, is_head)
                     result = result.to(out_ptr.dtype.element_ty)
-                    to = out_ptr + (line * GROUP + r)[:, None] * DIM + d[None, :]
-                    tl.store(to, result, mask=is_head[:, None])
+                    to = out_ptr + (line * GROUP + r)[:, None] * HEAD_DIM + d[None, :]
+                    tl.store(to, result, mask=of_head)
                     tl.store(merged_ptr + line, cut + 1)
             else:
                 _store_part(
@@ -474,8 +491,8 @@ def _decode_kernel(
         is_whole = is_whole | turn
         if turn:
             q = tl.load(
-                q_at + (sequence.to(tl.int64) * stride_q + head * GROUP * DIM),
-                mask=is_head[:, None] & (sequence < batch),
+                q_at + (sequence.to(tl.int64) * stride_q + head * GROUP * HEAD_DIM),
+                mask=of_head & (sequence < batch),
                 other=0.0,
             )
         t = tl.where(turn, _first_tile(length, window, WINDOWED), t + 1)
@@ -536,6 +553,7 @@ def _merge_cuts_kernel(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     WINDOWED: tl.constexpr,
 ) -> None:
@@ -572,5 +590,5 @@ def _merge_cuts_kernel(
     heads = line % KV_HEADS * GROUP + g
     result = _shares(m, norm, acc, sink_ptr, heads, is_head)
     result = result.to(out_ptr.dtype.element_ty)
-    to = out_ptr + (line.to(tl.int64) * GROUP + g)[:, None] * DIM + d[None, :]
-    tl.store(to, result, mask=is_head[:, None])
+    to = out_ptr + (line.to(tl.int64) * GROUP + g)[:, None] * HEAD_DIM + d[None, :]
+    tl.store(to, result, mask=_within(is_head, d, HEAD_DIM, DIM))

@@ -67,6 +67,7 @@ def test_short_chunks_of_an_8b_model_fit_hopper_and_spill_in_no_loop(tmp_path):
         ("cuts, heads of 128*",),
         ("few, cuts, heads of 64*",),
         ("few, cuts, heads of 128*",),
+        ("cuts, heads of 80", "cuts, heads of 96", "cuts, heads of 112"),
         ("decode*",),
     ],
 )
@@ -81,7 +82,8 @@ def test_every_form_of_the_kernels_fits_hopper_and_spills_in_no_loop(cases, tmp_
     [
         ({}, "", ""),
         ({"head_dim": 64}, "", ""),
-        ({"head_dim": 96}, "", "heads of 96"),
+        ({"head_dim": 96}, "", ""),
+        ({"head_dim": 256}, "", "heads of 256"),
         ({"head_dim": 72}, "heads of 72", "heads of 72"),
         ({"windows": (128,), "softcap": 50.0, "has_sinks": True}, "", ""),
         ({"kv_heads": 1}, "", "32 heads share a KV head"),
@@ -135,7 +137,7 @@ def test_many_plans_have_each_row_once_with_the_keys_that_it_sees():
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("head_dim", ["64", "128"])
+@pytest.mark.parametrize("head_dim", ["64", "80", "128"])
 def test_decode_adds_in_the_order_that_is_written_down_over_long_contexts(head_dim):
     options = ("plain", "window", "sinks", "all")
     check_orders(interpreted("interpret_one_order", head_dim, *options), len(options))
