@@ -5,10 +5,11 @@ Triton decides at import whether it interprets, so it wants a process of its own
 """
 
 import json
+import math
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partialmethod
 from types import FunctionType, ModuleType
 
@@ -16,6 +17,8 @@ import numpy as np
 import torch
 import triton.language as tl
 from numpy.typing import NDArray
+from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import (
     GridExecutor,
@@ -27,7 +30,7 @@ from triton.runtime.interpreter import (
 from tests.support.interpreter_cases import interpreter_cases
 
 # Which a kernel, or a function of the language, sees.
-LANGUAGES = {"tl": tl, "core": tl.core}
+LANGUAGES = {"tl": tl, "core": core}
 Conversion = Callable[[InterpreterBuilder, TensorHandle, tl.dtype], TensorHandle]
 
 
@@ -76,6 +79,57 @@ def fma(
     return TensorHandle(exact.astype(np.float32), c.dtype.scalar)
 
 
+def remember_types() -> None:
+    """Make each type and each shape once, which the interpreter makes anew for every operation."""
+    dtype_of = interpreter._get_np_dtype
+    dtypes: dict[str, np.dtype] = {}
+    blocks: dict[tuple[str, tuple[int, ...]], core.block_type] = {}
+    shapes: dict[tuple[int, ...], tuple[core.constexpr, core.tuple]] = {}
+    shape_of: dict[str, tuple[core.constexpr, core.tuple]] = {}
+    unwrap = core._unwrap_if_constexpr
+    broadcast = TritonSemantic.broadcast_impl_value
+
+    def known_dtype(kind: core.dtype) -> np.dtype:
+        if kind.name not in dtypes:
+            dtypes[kind.name] = dtype_of(kind)
+        return dtypes[kind.name]
+
+    def block_of(element: core.dtype, shape: Iterable[int]) -> core.block_type:
+        key = (element.name, tuple(shape))
+        if key not in blocks:
+            blocks[key] = core.block_type(element, list(shape))
+        return blocks[key]
+
+    def begin(self: core.tensor, handle: TensorHandle, kind: core.dtype) -> None:
+        if kind.name not in shape_of:
+            shape = tuple(kind.shape) if kind.is_block() else ()
+            sizes = core.tuple([core.constexpr(size) for size in shape])
+            known = shapes.setdefault(shape, (core.constexpr(math.prod(shape)), sizes))
+            shape_of[kind.name] = known
+        self.handle = handle
+        self.type = kind
+        self.dtype = kind.scalar
+        self.numel, self.shape = shape_of[kind.name]
+
+    def unwrapped(value: object) -> object:
+        kind = type(value)
+        if kind is core.constexpr:
+            return value.value
+        return value if kind is core.tensor or kind is int else unwrap(value)
+
+    def broadcasted(
+        self: TritonSemantic, a: core.tensor, b: core.tensor
+    ) -> tuple[core.tensor, core.tensor]:
+        return (a, b) if a.shape is b.shape else broadcast(self, a, b)
+
+    interpreter._get_np_dtype = known_dtype
+    InterpreterBuilder.get_block_ty = lambda _, *of: block_of(*of)
+    core.block_type.with_element_ty = lambda self, kind: block_of(kind, self.shape)
+    core.tensor.__init__ = begin
+    core._unwrap_if_constexpr = unwrapped
+    TritonSemantic.broadcast_impl_value = broadcasted
+
+
 class PatchesOnce:
     """Gives kernels the interpreter's language once in a launch.
 
@@ -109,6 +163,9 @@ class Interpreting:
         torch.set_num_threads(1)
         InterpreterBuilder.create_dot = dot
         InterpreterBuilder.create_fma = fma
+        # The interpreter computes whether integers overflow, and then says so only with `debug`.
+        TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None
+        remember_types()
         for name in ("cast_impl", "create_fp_trunc"):
             convert = getattr(InterpreterBuilder, name)
             setattr(InterpreterBuilder, name, partialmethod(rounded, convert))
