@@ -33,8 +33,15 @@ IMPORTED = (
     "baton.decode_node.scheduler",
     WORKER,
 )
-# Variables that differ from process to process, and that nothing reads while it is imported.
-PASSING = ("BATON_", "PYTEST_", "PYTHONUNBUFFERED")
+# Variables that differ from process to process, or that a library sets when it is first used, and
+# that nothing reads while it is imported.
+PASSING = (
+    "BATON_",
+    "PYTEST_",
+    "PYTHONUNBUFFERED",
+    "TOKENIZERS_PARALLELISM",
+    "TORCHINDUCTOR_",
+)
 PR_SET_CHILD_SUBREAPER = 36
 MAX_MESSAGE = 1 << 20
 ADOPTION_S = 30.0  # within which a child has the test for its parent
@@ -88,11 +95,14 @@ class ForkServer:
         **how: Any,
     ) -> Forked | subprocess.Popen[bytes]:
         """In place of `subprocess.Popen`, which starts all that cannot be forked."""
-        if (
-            not is_forked(arguments)
-            or lasting(env) != self._env
-            or max(pass_fds) >= FIRST_SPARE_FD
-        ):
+        can_fork = is_forked(arguments) and max(pass_fds) < FIRST_SPARE_FD
+        if can_fork:
+            strays = lasting(os.environ).items() ^ self._env.items()
+            assert not strays, (
+                f"no node can be forked any more after a change of {dict(strays)}: undo it, or add "
+                "its name to PASSING if nothing reads it while it is imported"
+            )
+        if not can_fork or lasting(env) != self._env:
             return subprocess.Popen(arguments, env=env, pass_fds=pass_fds, **how)
         read_end, write_end = os.pipe()
         request = {
