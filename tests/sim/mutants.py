@@ -7,7 +7,7 @@ import math
 import random
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
@@ -410,7 +410,7 @@ def mutated(name: str) -> Iterator[None]:
         yield
 
 
-def first_found(name: str, seeds: range) -> Result | None:
+def first_found(name: str, seeds: Iterable[int]) -> Result | None:
     """Return the first schedule that finds a mutant."""
     with mutated(name):
         results = (simulate(seed, _lanes_for(name, seed)) for seed in seeds)

@@ -18,6 +18,8 @@ COMMON = (
     "blame requests for a killed rank",
     "believe transports",
 )
+# Those whose schedules take least first.
+QUICK_SEEDS = (5, 9, 4, 8, 7, 6, 3, 1, 0, 2)
 MAX_SEEDS = 2_000
 MAX_EVENTS = 30  # of what is left of a schedule
 
@@ -30,7 +32,7 @@ def test_mutants_alter_what_there_is():
 
 @pytest.mark.parametrize("name", COMMON)
 def test_a_common_mutant_is_found_soon(name):
-    assert first_found(name, range(10)) is not None
+    assert first_found(name, QUICK_SEEDS) is not None
 
 
 @pytest.mark.release
