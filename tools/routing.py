@@ -104,8 +104,7 @@ def decisions_us(
         selected = policy.choose(0.0, registry, attempt)
         taken.append((time.thread_time() - began_s) * 1e6)
         assert selected is not None
-        for name, load in selected.loads:
-            registry.reserve(name, key, load)
+        registry.reserve(selected)
     return taken
 
 

@@ -25,7 +25,7 @@ from baton.router.core.ranking import (
     best_pair,
 )
 from baton.router.core.registry import Node, Registry
-from baton.router.core.request import ReservedLoad, Selection
+from baton.router.core.request import Selection
 
 # The assumed length of a response before any has ended, and the weight of the newest one.
 FIRST_OUTPUT_TOKENS = 256.0
@@ -58,12 +58,6 @@ class CheapestPair:
     def learn(self, num_output_tokens: float) -> None:
         """Note the length of one choice of a response."""
         self._output_tokens += OUTPUT_WEIGHT * (num_output_tokens - self._output_tokens)
-
-    def load_of(self, node: Node, selection: Selection) -> ReservedLoad:
-        """Return the load of an attempt at a decode node that runs it."""
-        return _decode_load(
-            node, selection, _likely_tokens(selection, math.ceil(self._output_tokens))
-        )
 
     def work_of(self, selection: Selection) -> int:
         """Return the tokens that an attempt will probably compute: its prompt and its output."""
@@ -395,8 +389,9 @@ class _PairSearch:
         max_uncached: int | None = None,
     ) -> Selection:
         selection = self._selection
-        given: list[tuple[Node, ReservedLoad]] = []
+        nodes = [node for node in (prefill, decode) if node is not None]
         num_read = 0
+        num_uncached = 0
         lender = None
         if prefill is not None:
             if (num_read := self._num_read(prefill)) > 0:
@@ -404,20 +399,21 @@ class _PairSearch:
             num_cached = self._cached.get(prefill.node_id, 0) + num_read
             num_cached = max(num_cached, round(self._saved.get(prefill.node_id, 0)))
             num_uncached = selection.num_tokens - num_cached
-            given.append((prefill, ReservedLoad(num_uncached, 1, selection.is_suspect)))
+        num_blocks = 0
         if decode is not None:
-            given.append((decode, _decode_load(decode, selection, self._likely_tokens)))
+            num_blocks = _likely_blocks(decode, selection, self._likely_tokens)
         selection.prefill_node = None if prefill is None else prefill.node_id
         selection.decode_node = None if decode is None else decode.node_id
-        selection.epochs = {node.node_id: node.epoch for node, _ in given}
+        selection.epochs = {node.node_id: node.epoch for node in nodes}
         selection.max_uncached_tokens = max_uncached
         selection.prefix_node = None if lender is None else lender.node_id
-        selection.loads = tuple([(node.node_id, load) for node, load in given])
+        selection.num_uncached_tokens = num_uncached
+        selection.num_decode_blocks = num_blocks
         selection.is_fallback = is_fallback
         selection.full = tuple(
-            [node.node_id for node, _ in given if not self._has_room(node)]
+            [node.node_id for node in nodes if not self._has_room(node)]
         )
-        num_cached = self._cached.get(given[0][0].node_id, 0)
+        num_cached = self._cached.get(nodes[0].node_id, 0)
         selection.num_cached_tokens = num_cached + num_read
         return selection
 
@@ -436,24 +432,19 @@ def _likely_tokens(selection: Selection, growth: int) -> int:
     return min(selection.num_final_tokens, selection.num_tokens + growth)
 
 
-def _decode_load(node: Node, selection: Selection, likely_tokens: int) -> ReservedLoad:
+def _likely_blocks(node: Node, selection: Selection, likely_tokens: int) -> int:
+    """Return how many blocks of a decode node an attempt will probably take."""
     assert node.info is not None
     layout = node.info.layout
-    num_choices = selection.num_choices
     num_blocks = blocks_needed(
         layout.block_size,
         selection.num_tokens,
         likely_tokens,
-        num_choices,
+        selection.num_choices,
         layout.state_blocks,
     )
-    return ReservedLoad(
-        selection.num_tokens * num_choices,
-        num_choices,
-        selection.is_suspect,
-        # Many choices start one by one, so they need not wait for an empty node.
-        min(num_blocks, _pool(node) // 2),
-    )
+    # Many choices start one by one, so they need not wait for an empty node.
+    return min(num_blocks, _pool(node) // 2)
 
 
 def _pool(node: Node) -> int:

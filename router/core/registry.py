@@ -32,7 +32,7 @@ from baton.protocol.messages import (
 from baton.protocol.pairing import pair_problem
 from baton.router.core.cache_index import CacheIndex
 from baton.router.core.pair_health import Hosts, Pairs, hosts_of
-from baton.router.core.request import DRAINING, NodeProcess, ReservedLoad, Selection
+from baton.router.core.request import DRAINING, NodeProcess, Selection
 from baton.runtime.metrics import LostNode, NodeState
 
 
@@ -112,7 +112,8 @@ class Node:
     totals: Totals = NO_TOTALS
     step_age_s: float = 0.0
     state: NodeState = "starting"
-    reserved: dict[Key, ReservedLoad] = field(default_factory=dict)
+    reserved: dict[Key, Selection] = field(default_factory=dict)
+    # The load of these.
     num_tokens: int = 0
     num_sequences: int = 0
     num_suspects: int = 0
@@ -180,24 +181,30 @@ class Node:
         slots = (len(self.reserved) + self.num_foreign) / info.facts.step.num_slots
         return max(slots, self.num_blocks / info.num_blocks) / SURPLUS
 
-    def reserve(self, key: Key, load: ReservedLoad) -> None:
+    def reserve(self, selected: Selection) -> None:
         """Add the load of an attempt to this node."""
+        key = selected.key
         assert key not in self.reserved, f"{key} has load reserved at {self.node_id}"
-        self.reserved[key] = load
-        self._add(load, 1)
+        self.reserved[key] = selected
+        self._add(selected, 1)
 
     def release(self, key: Key) -> bool:
         """Remove the load of an attempt; False if it has none here."""
-        load = self.reserved.pop(key, None)
-        if load is not None:
-            self._add(load, -1)
-        return load is not None
+        selected = self.reserved.pop(key, None)
+        if selected is not None:
+            self._add(selected, -1)
+        return selected is not None
 
-    def _add(self, load: ReservedLoad, sign: int) -> None:
-        self.num_tokens += sign * load.num_tokens
-        self.num_sequences += sign * load.num_sequences
-        self.num_suspects += sign * load.is_suspect
-        self.num_blocks += sign * load.num_blocks
+    def _add(self, selected: Selection, sign: int) -> None:
+        self.num_suspects += sign * selected.is_suspect
+        if self.role == "prefill":
+            self.num_tokens += sign * selected.num_uncached_tokens
+            self.num_sequences += sign
+            return
+        num_choices = selected.num_choices
+        self.num_tokens += sign * selected.num_tokens * num_choices
+        self.num_sequences += sign * num_choices
+        self.num_blocks += sign * selected.num_decode_blocks
 
 
 # Three heartbeats of one second each, and half a second for a busy router.
@@ -490,8 +497,10 @@ class Registry:
             for key in [key for key in node.reserved if key.request_id == request_id]:
                 self.release(node.node_id, key)
 
-    def reserve(self, node_id: NodeId, key: Key, load: ReservedLoad) -> None:
-        self._nodes[node_id].reserve(key, load)
+    def reserve(self, selected: Selection) -> None:
+        """Add the load of an attempt to its nodes."""
+        for node_id in selected.epochs:
+            self._nodes[node_id].reserve(selected)
 
     def note_pair(self, selected: Selection) -> None:
         """Note that an attempt was given to a pair, whose handoff will show whether it works."""

@@ -81,17 +81,8 @@ class Begun(msgspec.Struct, frozen=True):
     """The request has been accepted. This is its first event."""
 
 
-class ReservedLoad(msgspec.Struct, frozen=True):
-    """The load of one attempt at one node."""
-
-    num_tokens: int
-    num_sequences: int
-    is_suspect: bool = False
-    num_blocks: int = 0  # the blocks that its sequences will probably take
-
-
 class Selection(msgspec.Struct):
-    """The nodes of one attempt: what they are selected by, and then which they are.
+    """The nodes of one attempt: what they are selected by, then which they are, and its load there.
 
     As a command it asks for nodes and for the reservation of its load, and it comes back as an
     event once it has them. Otherwise `NodesNotSelected` follows. After `CancelSelection`, neither
@@ -122,15 +113,18 @@ class Selection(msgspec.Struct):
     unplaceable_at: int = -1
     # The roles whose nodes were full when it was looked at last; None before that.
     waits_for: frozenset[Role] | None = None
-    # The nodes that would be best now, of which at least one is set, and their load to reserve.
+    # The nodes that would be best now, of which at least one is set.
     prefill_node: NodeId | None = None
     decode_node: NodeId | None = None
-    epochs: dict[NodeId, Epoch] = {}  # of both nodes
+    epochs: dict[NodeId, Epoch] = {}  # of both nodes, prefill first
     # Tokens that decode may compute if it is alone.
     max_uncached_tokens: int | None = None
     # From which prefill may read its first tokens' blocks.
     prefix_node: NodeId | None = None
-    loads: tuple[tuple[NodeId, ReservedLoad], ...] = ()
+    num_uncached_tokens: int = 0  # that the prefill node will compute
+    num_decode_blocks: int = (
+        0  # that its sequences will probably take at the decode node
+    )
     is_fallback: bool = False  # decode computes the prompt because no pair works
     full: tuple[NodeId, ...] = ()  # those of the nodes that have no room for it now
     # At the node that computes the prompt, as far as is known.
@@ -138,7 +132,7 @@ class Selection(msgspec.Struct):
 
     def goes_to(self, processes: Container[NodeProcess]) -> bool:
         """Return whether one of the nodes is among these processes."""
-        return any((node, self.epochs[node]) in processes for node, _ in self.loads)
+        return any(process in processes for process in self.epochs.items())
 
     @property
     def path(self) -> ServedBy:

@@ -482,8 +482,7 @@ class RouterCore:
     def _select_waiting(self) -> None:
         for selected in self._queue.take(self._now_s):
             self._queue.selected(selected.key)
-            for node, load in selected.loads:
-                self.registry.reserve(node, selected.key, load)
+            self.registry.reserve(selected)
             self.registry.note_pair(selected)
             self._now_s = self._clock()
             lifecycle = self._requests[selected.key.request_id]

@@ -2,7 +2,7 @@
 
 from baton.protocol.blocks import prompt_keys
 from baton.protocol.config import LocalPrefill
-from baton.protocol.ids import Key, RequestId
+from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.messages import NodeInfo, Ready
 from baton.router.core.policy import CheapestPair
 from baton.router.core.registry import Registry
@@ -58,11 +58,25 @@ def choose(
     selected = CheapestPair(mode, 32).choose(now_s, registry, attempt)
     if selected is None:
         return None
-    charge(registry, selected)
+    registry.reserve(selected)
     registry.note_pair(selected)
     return selected.prefill_node, selected.decode_node
 
 
-def charge(registry: Registry, selected: Selection) -> None:
-    for node, amount in selected.loads:
-        registry.reserve(node, selected.key, amount)
+def occupy(
+    registry: Registry, name: str, num_tokens: int, request: str = "busy"
+) -> None:
+    """Reserve the load of an attempt with that many tokens at one node."""
+    node = registry.node(NodeId(name))
+    assert node is not None
+    registry.reserve(
+        Selection(
+            Key(RequestId(request)),
+            num_tokens,
+            1,
+            True,
+            num_tokens,
+            epochs={node.node_id: node.epoch},
+            num_uncached_tokens=num_tokens,
+        )
+    )

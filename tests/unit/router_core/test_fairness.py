@@ -68,8 +68,7 @@ class Cluster:
             getattr(self, f"_{what}")(of)
             for selected in self.admission.take(self.now_s):
                 self.admission.selected(selected.key)
-                for name, load in selected.loads:
-                    self.registry.reserve(name, selected.key, load)
+                self.registry.reserve(selected)
                 self.at(self.now_s + MESSAGE_S, "prompt", self._attempts[selected.key])
 
     def _sent(self, tenant: Tenant) -> None:

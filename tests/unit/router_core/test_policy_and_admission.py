@@ -34,8 +34,8 @@ from baton.router.core.health import limits_of, nodes_health
 from baton.router.core.pair_health import FIRST_AVOID_S
 from baton.router.core.policy import FAR_READ, NEAR_READ, CheapestPair
 from baton.router.core.registry import Registry
-from baton.router.core.request import NodeProcess, ReservedLoad, Selection, Tenant
-from tests.support.choosing import PAIRS, charge, choose, cluster, join, place
+from baton.router.core.request import NodeProcess, Selection, Tenant
+from tests.support.choosing import PAIRS, choose, cluster, join, occupy, place
 from tests.support.scripted_nodes import BLOCK_SIZE, node_info
 
 UNREADABLE = TransferError("no route").to_failure()
@@ -71,7 +71,7 @@ def test_a_pair_whose_handoff_failed_is_avoided_and_then_tried_by_one_attempt_at
     registry = cluster(*PAIRS)
     for name in ("d0", "d1"):
         assert registry.pairs.failed(0.0, process("p0"), process(name), UNREADABLE)
-    registry.reserve(NodeId("p1"), Key(RequestId("busy")), ReservedLoad(1000, 1))
+    occupy(registry, "p1", 1000)
     assert choose(registry, place("a")) == ("p1", "d0")
     assert choose(registry, place("b")) == ("p1", "d1")
     states = {node.node_id: node.state for node in nodes_health(0.0, registry)}
@@ -438,7 +438,7 @@ def full(
     """Selection an attempt if its nodes have room for it; return those that have none."""
     selected = policy.choose(0.0, registry, place(name, num_tokens))
     if not selected.full:
-        charge(registry, selected)
+        registry.reserve(selected)
     return set(selected.full)
 
 
@@ -469,11 +469,11 @@ def test_a_request_leaves_room_for_as_many_tokens_as_responses_have_had():
     policy = CheapestPair("never", 0)
     attempt = Selection(Key(RequestId("a")), 40, 1, True, 200)
     assert policy.choose(0.0, registry, attempt) is attempt
-    assert attempt.loads[1][1].num_blocks == 32
+    assert attempt.num_decode_blocks == 32
     for _ in range(100):
         policy.learn(8.0)
     assert policy.choose(0.0, registry, attempt) is attempt
-    assert attempt.loads[1][1].num_blocks == 13
+    assert attempt.num_decode_blocks == 13
 
 
 def test_an_attempt_that_waits_for_one_node_holds_up_nobody_who_goes_to_another():
@@ -484,7 +484,7 @@ def test_an_attempt_that_waits_for_one_node_holds_up_nobody_who_goes_to_another(
     def placed(now_s: float) -> list[tuple[str, str]]:
         found: list[tuple[str, str]] = []
         for selected in waiting.take(now_s):
-            charge(registry, selected)
+            registry.reserve(selected)
             waiting.selected(selected.key)
             found.append((selected.key.request_id, str(selected.decode_node)))
         return found
@@ -512,8 +512,7 @@ def test_the_queue_counts_for_the_role_that_has_no_room(held, num_tokens, busy):
     config = RouterConfig(local_prefill="never")
     waiting = Admission(config, registry, CheapestPair("never", 0))
     for number in range(1 if held == "p0" else 5):
-        load = ReservedLoad(num_tokens, 1)
-        registry.reserve(NodeId(held), Key(RequestId(f"held-{number}")), load)
+        occupy(registry, held, num_tokens, f"held-{number}")
     for number in range(30):
         waiting.wait(0.0, place(f"r{number}"))
     assert list(waiting.take(0.0)) == []
@@ -537,8 +536,8 @@ def test_a_prompt_goes_where_most_of_it_is_cached_until_the_queue_costs_more():
     registry = holding(cluster(*PAIRS), p1=36, d1=20)
     selected = CheapestPair("auto", 0).choose(0.0, registry, place("a"))
     assert (selected.prefill_node, selected.decode_node) == ("p1", "d1")
-    assert (selected.num_cached_tokens, selected.loads[0][1].num_tokens) == (36, 4)
-    registry.reserve(NodeId("p1"), Key(RequestId("busy")), ReservedLoad(36, 1))
+    assert (selected.num_cached_tokens, selected.num_uncached_tokens) == (36, 4)
+    occupy(registry, "p1", 36)
     # As much work, and less queue.
     assert choose(registry, place("b"), "never") == ("p0", "d1")
     assert choose(registry, place("c"), "never") == ("p1", "d0")  # d1 has a sequence
@@ -560,7 +559,7 @@ def prefix_of(registry: Registry, num_tokens: int = 200) -> tuple[str | None, in
     selected = CheapestPair("never", 0).choose(0.0, registry, place("r", num_tokens))
     assert selected is not None
     lender = selected.prefix_node
-    return lender, selected.num_cached_tokens, selected.loads[0][1].num_tokens
+    return lender, selected.num_cached_tokens, selected.num_uncached_tokens
 
 
 def test_a_prefix_is_read_from_the_decode_node_that_takes_the_prompt_or_has_most_of_it():
@@ -570,7 +569,7 @@ def test_a_prefix_is_read_from_the_decode_node_that_takes_the_prompt_or_has_most
     holding(registry, d0=160)
     assert prefix_of(registry) == ("d0", 160, 40)
     holding(registry, d1=160)
-    registry.reserve(NodeId("d0"), Key(RequestId("busy")), ReservedLoad(300, 1))
+    occupy(registry, "d0", 300)
     assert prefix_of(registry) == ("d1", 160, 40), "d1 takes the prompt"
     holding(registry, d1=80)
     assert prefix_of(registry) == ("d0", 160, 40)
@@ -608,9 +607,7 @@ def test_a_prompt_stays_on_decode_if_little_of_it_is_new_there():
     assert choose(registry, remote) == ("p0", "d0")
     # A decode node that waits for so much less than the other is given up for.
     for number in range(20):
-        registry.reserve(
-            NodeId("d1"), Key(RequestId(f"busy{number}")), ReservedLoad(10, 1)
-        )
+        occupy(registry, "d1", 10, f"busy{number}")
     assert choose(registry, place("d", 60)) == ("p1", "d0")
 
 
@@ -628,9 +625,7 @@ def test_a_hot_prefix_unbalances_prefill_by_no_more_than_it_saves(
     )
     holding(registry, **dict(zip(names, cached, strict=True)))
     for name, num_tokens in zip(names, queued, strict=True):
-        registry.reserve(
-            NodeId(name), Key(RequestId(name)), ReservedLoad(num_tokens, 1)
-        )
+        occupy(registry, name, num_tokens, name)
     for number in range(num_attempts):
         before = {
             node.node_id: node.num_tokens for node in registry.in_service("prefill")
@@ -659,8 +654,8 @@ def test_no_pair_of_any_two_hosts_is_cheaper_than_the_chosen_one(nodes):
     registry = cluster(*(on_host(name, host) for name, host in hosts.items()))
     for name, (role, _, busy) in zip(names, nodes, strict=True):
         for number in range(busy):
-            charged = ReservedLoad(7, 1) if role == "p" else ReservedLoad(90, 1)
-            registry.reserve(NodeId(name), Key(RequestId(f"busy-{number}")), charged)
+            num_tokens = 7 if role == "p" else 90
+            occupy(registry, name, num_tokens, f"busy-{number}")
 
     def order(prefill: str, decode: str) -> tuple[float, int, str, str]:
         first = registry.node(NodeId(prefill))
@@ -679,7 +674,7 @@ def test_no_pair_of_any_two_hosts_is_cheaper_than_the_chosen_one(nodes):
 def test_beside_a_broken_pair_a_prompt_goes_on_by_what_reading_costs_on_one_host():
     registry = cluster(*(on_host(name, "a") for name in ("p0", "p1", "d0", "d1")))
     holding(registry, d0=160)
-    registry.reserve(NodeId("d0"), Key(RequestId("busy")), ReservedLoad(90, 1))
+    occupy(registry, "d0", 90)
     registry.pairs.failed(0.0, process("p0"), process("d1"), UNREADABLE)
     # To read 160 tokens costs d1 less than d0's sequence does.
     assert 160 * NEAR_READ < 10 < 160 * FAR_READ

@@ -31,7 +31,7 @@ from baton.router.core.registry import (
     Refuse,
     Registry,
 )
-from baton.router.core.request import ReservedLoad
+from tests.support.choosing import occupy
 from tests.support.scripted_nodes import computing, hello_of, node_info, toy_layout
 
 BUSY = Load(num_running=1)
@@ -80,9 +80,8 @@ def test_a_node_that_asks_again_in_its_session_gets_an_answer_and_keeps_its_work
     registry = Registry()
     info = node_info("d0", "decode")
     peer = info.node_id
-    key = Key(RequestId("r"), 0, 0)
     join(registry, info)
-    registry.reserve(peer, key, ReservedLoad(1, 1))
+    occupy(registry, peer, 1)
     if is_draining:
         registry.drains(peer)
     assert registry.hello(1.0, peer, hello_of(info)) == []
@@ -198,7 +197,7 @@ def test_a_new_process_of_the_same_name_starts_without_the_charges_of_the_old():
     old = node_info("d0", "decode", "e0")
     join(registry, old)
     key = Key(RequestId("r"))
-    registry.reserve(old.node_id, key, ReservedLoad(10, 1))
+    occupy(registry, old.node_id, 10, "r")
     new = node_info("d0", "decode", "e1")
     assert [
         type(change) for change in registry.hello(1.0, old.node_id, hello_of(new))
