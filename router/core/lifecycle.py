@@ -9,11 +9,15 @@ each unfinished choice resumes from its tokens. Only losses without progress use
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import assert_never
 
+import msgspec
+
 from baton.protocol.adapters import is_of_run_time
+from baton.protocol.blocks import BlockKey
 from baton.protocol.errors import Cancelled, Failure, NodeError
-from baton.protocol.ids import Key, NodeId
+from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.messages import (
     NOT_CACHED,
     Accepted,
@@ -30,7 +34,9 @@ from baton.protocol.messages import (
     TokenEntry,
     TokenLogprobs,
 )
+from baton.protocol.sampling import Sampling
 from baton.router.core.request import (
+    ANYONE,
     AVOID_S,
     PAUSE_S,
     Attempt,
@@ -51,11 +57,11 @@ from baton.router.core.request import (
     NodesNotSelected,
     Outcome,
     Release,
-    Request,
     RequestCommand,
     RequestEvent,
     Selection,
     Send,
+    Tenant,
     Tick,
     kills_nodes,
 )
@@ -71,45 +77,46 @@ MAX_CRASHES = 2
 NO_NODE = NodeId("")  # stands for the router itself as the sender of an event
 
 
-class Lifecycle:
-    """Turns the events of one request into commands."""
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request, whose events it turns into commands.
 
-    __slots__ = (
-        "_attempts",
-        "_avoided",
-        "_began_s",
-        "_has_delivered",
-        "_is_closed",
-        "_is_remote_only",
-        "_now_s",
-        "_num_crashes",
-        "_num_open",
-        "_num_prompt_bytes",
-        "_out",
-        "choices",
-        "has_outcome",
-        "metrics",
-        "request",
-    )
+    The seed is set, `max_tokens` fits, and choices count from 0. What becomes of the request is
+    noted in `metrics`.
+    """
 
-    def __init__(self, request: Request, metrics: RequestMetrics) -> None:
-        """What becomes of the request is noted in `metrics`."""
-        self.request = request
-        self.metrics = metrics
-        self._began_s = 0.0
-        self.choices = [Choice(index) for index in range(request.num_choices)]
-        self._attempts: list[Attempt] = []
-        self._num_open = request.num_choices
-        self._has_delivered = False
-        self._num_prompt_bytes = request.num_prompt_bytes  # 0 once they are delivered
-        self.has_outcome = False
-        self._is_closed = False
-        # The processes that failed the request, each until it may be given the request again.
-        self._avoided: dict[NodeProcess, float] = {}
-        self._num_crashes = 0
-        self._is_remote_only = False
-        self._now_s = 0.0
-        self._out: list[RequestCommand] = []
+    request_id: RequestId
+    token_ids: list[int]  # the prompt
+    sampling: Sampling
+    num_choices: int = 1
+    max_attempts: int = 3  # attempts in a row that bring no token
+    # Keys of the prompt's blocks, if caches are watched.
+    block_keys: tuple[BlockKey, ...] = ()
+    tenant: Tenant = ANYONE
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    choices: list[Choice] = field(init=False)
+    has_outcome: bool = field(default=False, init=False)
+    _began_s: float = field(default=0.0, init=False)
+    _attempts: list[Attempt] = field(default_factory=list, init=False)
+    _num_open: int = field(init=False)  # choices
+    _has_delivered: bool = field(default=False, init=False)
+    # The length of the prompt's log probabilities; 0 once they are delivered.
+    _num_prompt_bytes: int = field(init=False)
+    _is_closed: bool = field(default=False, init=False)
+    # The processes that failed the request, each until it may be given the request again.
+    _avoided: dict[NodeProcess, float] = field(default_factory=dict, init=False)
+    _num_crashes: int = field(default=0, init=False)
+    _is_remote_only: bool = field(default=False, init=False)
+    _now_s: float = field(default=0.0, init=False)
+    _out: list[RequestCommand] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.choices = [Choice(index) for index in range(self.num_choices)]
+        self._num_open = self.num_choices
+        num_top = self.sampling.prompt_logprobs
+        self._num_prompt_bytes = (
+            0 if num_top is None else 8 * (1 + num_top) * (len(self.token_ids) - 1)
+        )
 
     def step(
         self, now_s: float, event: RequestEvent, node: NodeId = NO_NODE
@@ -192,7 +199,7 @@ class Lifecycle:
             or not attempt.streaming
             or attempt.decode_node != node
             or attempt.key.attempt != key.attempt
-            or entry.position != len(self.request.token_ids) + len(choice.output)
+            or entry.position != len(self.token_ids) + len(choice.output)
         ):
             return False
         attempt.heard_s = now_s
@@ -294,7 +301,7 @@ class Lifecycle:
         if attempt is None or attempt.prefill_node != node:
             return
         self._out.extend(attempt.releases({node}))
-        if self.request.sampling.pooling is None or not message.numbers:
+        if self.sampling.pooling is None or not message.numbers:
             text = "prefill returned something other than what the prompt asked for"
             self._lose(attempt, Loss.broken(text, node), node)
             return
@@ -320,7 +327,7 @@ class Lifecycle:
         logprobs: tuple[TokenLogprobs, ...],
     ) -> None:
         """Deliver the new ones of `token_ids`. A gap before them means that the attempt is lost."""
-        num_known = len(self.request.token_ids) + len(choice.output) - position
+        num_known = len(self.token_ids) + len(choice.output) - position
         if num_known < 0:
             assert attempt.decode_node is not None
             loss = Loss.broken(
@@ -471,9 +478,7 @@ class Lifecycle:
             choice.number += 1
             num_new = self._num_tokens(choice) - attempt.num_tokens
             choice.num_losses = 0 if loss.is_free(num_new) else choice.num_losses + 1
-        exhausted = any(
-            choice.num_losses >= self.request.max_attempts for choice in lost
-        )
+        exhausted = any(choice.num_losses >= self.max_attempts for choice in lost)
         if exhausted or not loss.failure.retryable:
             self._conclude(loss.failure)
         elif not self._has_delivered and len(lost) == len(self.choices):
@@ -494,13 +499,13 @@ class Lifecycle:
 
     def _open_attempt(self, choices: Sequence[Choice]) -> None:
         """Open an attempt and ask for its nodes. Choices share one only while none has output."""
-        first, request = choices[0], self.request
+        first = choices[0]
         num_tokens, indices = (
             self._num_tokens(first),
             tuple(choice.index for choice in choices),
         )
         attempt = Attempt(
-            Key(request.request_id, first.index, first.number), indices, num_tokens
+            Key(self.request_id, first.index, first.number), indices, num_tokens
         )
         attempt.open = set(indices)
         attempt.asked_at_s = self._now_s - self._began_s
@@ -511,23 +516,23 @@ class Lifecycle:
         avoid = frozenset(
             one for one, at_s in self._avoided.items() if self._now_s < at_s
         )
-        num_prompt, max_tokens = len(request.token_ids), request.sampling.max_tokens
-        lora = request.sampling.lora
+        max_tokens = self.sampling.max_tokens
+        lora = self.sampling.lora
         selection = Selection(
             attempt.key,
             num_tokens,
             len(indices),
             wants_decode=max_tokens - len(first.output) > 1,
-            num_final_tokens=num_prompt + max_tokens,
+            num_final_tokens=len(self.token_ids) + max_tokens,
             avoid=avoid,
             avoid_until_s=self._now_s + PAUSE_S if first.num_losses > 1 else 0.0,
             is_resume=bool(first.output),
             is_suspect=self._num_crashes > 0,
             is_remote_only=self._is_remote_only,
-            is_pooled=request.sampling.pooling is not None,
+            is_pooled=self.sampling.pooling is not None,
             lora=lora if is_of_run_time(lora) else "",
-            block_keys=request.block_keys,
-            tenant=request.tenant,
+            block_keys=self.block_keys,
+            tenant=self.tenant,
         )
         self._out.append(selection)
 
@@ -559,10 +564,10 @@ class Lifecycle:
         attempt.placed_at_s = self._now_s - self._began_s
         self.metrics.placed(attempt, selected)
         output = self.choices[attempt.choices[0]].output
-        request = (
-            self.request if self._num_prompt_bytes else self.request.without_prompt()
-        )
-        self._out.extend(attempt.start_commands(request, output))
+        sampling = self.sampling
+        if sampling.prompt_logprobs is not None and not self._num_prompt_bytes:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        self._out.extend(attempt.start_commands(self.token_ids, output, sampling))
 
     # --- endings --------------------------------------------------------------------------------
 
@@ -660,7 +665,7 @@ class Lifecycle:
                 self._lose(attempt, loss, None)
 
     def _num_tokens(self, choice: Choice) -> int:
-        return len(self.request.token_ids) + len(choice.output)
+        return len(self.token_ids) + len(choice.output)
 
     def _attempt_of(
         self, key: Key, state: AttemptState = AttemptState.LIVE

@@ -28,9 +28,10 @@ from baton.protocol.messages import (
     Role,
     ToNode,
 )
+from baton.router.core.lifecycle import Request
 from baton.router.core.policy import MAX_LENDERS
 from baton.router.core.registry import Node, Registry
-from baton.router.core.request import Request, Selection
+from baton.router.core.request import Selection
 
 LATE_S = 1.0  # after the end of a read, for the reply
 MAX_ASKED = 1024  # reads that have no reply yet

@@ -1,4 +1,4 @@
-"""One request: its events, the commands that follow from them, and its attempts on nodes.
+"""What concerns one request: its events, the commands that follow, and its attempts on nodes.
 
 An attempt that is no longer wanted is kept until every node has confirmed that nothing more will
 come, because its blocks count as used until then.
@@ -19,7 +19,7 @@ from baton.protocol.errors import (
     RequestError,
     TransferError,
 )
-from baton.protocol.ids import Epoch, Key, NodeId, RequestId
+from baton.protocol.ids import Epoch, Key, NodeId
 from baton.protocol.messages import (
     NOT_CACHED,
     Accepted,
@@ -274,32 +274,6 @@ PAUSE_S = 2.0
 DRAINING = "draining"  # the failure of a draining node that sends an attempt elsewhere
 
 
-class Request(msgspec.Struct, frozen=True):
-    """The work of a request. The seed is set, `max_tokens` fits, and choices count from 0."""
-
-    request_id: RequestId
-    token_ids: list[int]
-    sampling: Sampling
-    num_choices: int = 1
-    max_attempts: int = 3  # attempts in a row that bring no token
-    # Keys of the prompt's blocks, if caches are watched.
-    block_keys: tuple[BlockKey, ...] = ()
-    tenant: Tenant = ANYONE
-
-    @property
-    def num_prompt_bytes(self) -> int:
-        """Return the length of the prompt's log probabilities, as `PromptLogprobs` has them."""
-        num_top = self.sampling.prompt_logprobs
-        return 0 if num_top is None else 8 * (1 + num_top) * (len(self.token_ids) - 1)
-
-    def without_prompt(self) -> "Request":
-        """Return the request of a caller that has the prompt's log probabilities."""
-        if self.sampling.prompt_logprobs is None:
-            return self
-        sampling = msgspec.structs.replace(self.sampling, prompt_logprobs=None)
-        return msgspec.structs.replace(self, sampling=sampling)
-
-
 class AttemptState(Enum):
     WAITING = auto()  # no nodes have been chosen yet
     LIVE = auto()  # the nodes have been asked to start
@@ -460,10 +434,12 @@ class Attempt:
             failure, frozenset(name for name, _ in self.pair), is_of_handoff=True
         )
 
-    def start_commands(self, request: Request, output: list[int]) -> list[Send]:
+    def start_commands(
+        self, prompt: list[int], output: list[int], sampling: Sampling
+    ) -> list[Send]:
         """Return the messages that start this attempt. They are sent at the same time."""
-        token_ids = [*request.token_ids, *output]
-        num_prompt = len(request.token_ids)
+        token_ids = [*prompt, *output]
+        num_prompt = len(prompt)
         num_choices = len(self.choices)
         sends: list[Send] = []
         if self.decode_node is not None:
@@ -471,7 +447,7 @@ class Attempt:
                 self.key,
                 token_ids,
                 num_prompt,
-                request.sampling,
+                sampling,
                 num_choices,
                 self.prefill_node,
                 self.max_uncached_tokens,
@@ -482,7 +458,7 @@ class Attempt:
                 self.key,
                 token_ids,
                 num_prompt,
-                request.sampling,
+                sampling,
                 num_choices,
                 self.decode_node,
                 self.prefix_node,

@@ -1,6 +1,6 @@
 """The router without text, which takes token ids and returns the tokens of every choice.
 
-The core connects the pure parts (a `Lifecycle` per request, the registry, the queue) with the link
+The core connects the pure parts (the requests, the registry, the queue) with the link
 to the nodes and the callers' streams, on one event loop. It never blocks, and lets no error of one
 request end another.
 """
@@ -56,7 +56,7 @@ from baton.protocol.sampling import Sampling
 from baton.router.core.adapters import ClusterAdapters
 from baton.router.core.admission import Admission, Limits
 from baton.router.core.health import Health, can_serve, health_of, limits_of
-from baton.router.core.lifecycle import NO_NODE, Lifecycle
+from baton.router.core.lifecycle import NO_NODE, Request
 from baton.router.core.node_link import Heard, NodeLink, NodeNotifier
 from baton.router.core.policy import CheapestPair
 from baton.router.core.prefetches import Prefetches
@@ -78,7 +78,6 @@ from baton.router.core.request import (
     NodesNotSelected,
     Outcome,
     Release,
-    Request,
     RequestCommand,
     RequestEvent,
     Selection,
@@ -127,10 +126,10 @@ class RouterCore:
         )
         self._queue = Admission(config.router, self.registry, self._policy)
         # A request is here from its first event until no node has to confirm anything.
-        self._requests: dict[RequestId, Lifecycle] = {}
+        self._requests: dict[RequestId, Request] = {}
         self._streams: dict[RequestId, RequestStream] = {}  # the same
         # Events that were caused while another one is handled, or by callers.
-        self._events: deque[tuple[Lifecycle, RequestEvent, NodeId]] = deque()
+        self._events: deque[tuple[Request, RequestEvent, NodeId]] = deque()
         # Requests that this round has yet to look at.
         self._round: deque[RequestId] = deque()
         self._next_round_s = 0.0
@@ -184,6 +183,7 @@ class RouterCore:
             self._config.max_attempts,
             block_keys,
             tenant,
+            stream.metrics,
         )
         self._refuse(pushed_out)
         self._begin(request, stream)
@@ -209,9 +209,9 @@ class RouterCore:
 
     def give_up(self, request_id: RequestId) -> None:
         """Let a request end soon, unless it is unknown or has ended. A sink may call this."""
-        lifecycle = self._requests.get(request_id)
-        if lifecycle is not None:
-            self._events.append((lifecycle, CallerGone(), NO_NODE))
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._events.append((request, CallerGone(), NO_NODE))
             asyncio.get_running_loop().call_soon(self._handle_posted)
 
     def _handle_posted(self) -> None:
@@ -237,7 +237,7 @@ class RouterCore:
         mode = self._config.local_prefill
         queue = self._queue
         now_s = self._clock()
-        heard_s = (lifecycle.heard_s for lifecycle in self._requests.values())
+        heard_s = (request.heard_s for request in self._requests.values())
         oldest_s = min((at_s for at_s in heard_s if at_s is not None), default=now_s)
         health = health_of(now_s, self.registry, mode, queue, now_s - oldest_s)
         if self._failure is None:
@@ -276,8 +276,8 @@ class RouterCore:
         for stream in list(self._streams.values()):
             stream.finish(from_failure(failure))
         # One request may end another one, whose caller has left.
-        for lifecycle in list(self._requests.values()):
-            self._feed(lifecycle, CallerGone(failure.code))
+        for request in list(self._requests.values()):
+            self._feed(request, CallerGone(failure.code))
 
     def close(self) -> None:
         """End every request and the connections to all nodes. A second call does nothing."""
@@ -355,24 +355,24 @@ class RouterCore:
         now_s = self._now_s
         for entry in entries:
             key = entry.key
-            lifecycle = requests.get(key.request_id)
-            if lifecycle is None or not lifecycle.continues(now_s, node, entry):
+            request = requests.get(key.request_id)
+            if request is None or not request.continues(now_s, node, entry):
                 self._on_request_message(node, key.request_id, entry)
                 continue
             try:
                 if streams[key.request_id].push(key.choice, entry.token_ids, None):
-                    self._events.append((lifecycle, ChoiceStopped(key.choice), NO_NODE))
+                    self._events.append((request, ChoiceStopped(key.choice), NO_NODE))
             except Exception:  # noqa: BLE001  a bug ends only its own request
-                self._broke(lifecycle, entry)
+                self._broke(request, entry)
             if self._events:
                 self._handle_events()
 
     def _on_request_message(
         self, node: NodeId, request_id: RequestId, message: NodeMessage
     ) -> None:
-        lifecycle = self._requests.get(request_id)
-        if lifecycle is not None:
-            self._feed(lifecycle, message, node)
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._feed(request, message, node)
         elif isinstance(message, Accepted | FirstTokens | TokenEntry):
             # The node still works for a request that has ended.
             self._send(node, Cancel((message.key,), "ended"))
@@ -387,44 +387,43 @@ class RouterCore:
             elif isinstance(change, Left):
                 self._prefetches.left(change.node)
                 self.adapters.left(change.node)
-                for lifecycle in list(self._requests.values()):
-                    self._feed(lifecycle, NodeLost(change.node, change.failure))
+                for request in list(self._requests.values()):
+                    self._feed(request, NodeLost(change.node, change.failure))
         self._changed.set()
 
     # --- requests -------------------------------------------------------------------------------
 
     def _begin(self, request: Request, stream: RequestStream) -> None:
         self._now_s = self._clock()
-        lifecycle = Lifecycle(request, stream.metrics)
-        self._requests[request.request_id] = lifecycle
+        self._requests[request.request_id] = request
         self._streams[request.request_id] = stream
-        self._feed(lifecycle, Begun())
+        self._feed(request, Begun())
         self._select_waiting()
 
     def _feed(
-        self, lifecycle: Lifecycle, event: RequestEvent, node: NodeId = NO_NODE
+        self, request: Request, event: RequestEvent, node: NodeId = NO_NODE
     ) -> None:
         """Handle an event, then the events that it causes, such as a caller's leaving."""
-        self._step(lifecycle, event, node)
+        self._step(request, event, node)
         self._handle_events()
 
     def _handle_events(self) -> None:
         while self._events:
             self._step(*self._events.popleft())
 
-    def _step(self, lifecycle: Lifecycle, event: RequestEvent, node: NodeId) -> None:
-        request_id = lifecycle.request.request_id
+    def _step(self, request: Request, event: RequestEvent, node: NodeId) -> None:
+        request_id = request.request_id
         if request_id not in self._requests:
             return  # it has ended, so it must not join the queue again
         try:
-            for command in lifecycle.step(self._now_s, event, node):
-                self._carry_out(lifecycle, command)
+            for command in request.step(self._now_s, event, node):
+                self._carry_out(request, command)
         except Exception:  # noqa: BLE001  a bug ends only its own request
-            self._broke(lifecycle, event)
+            self._broke(request, event)
 
-    def _broke(self, lifecycle: Lifecycle, event: RequestEvent) -> None:
+    def _broke(self, request: Request, event: RequestEvent) -> None:
         """End the request whose handling of `event` has raised the current exception."""
-        request_id = lifecycle.request.request_id
+        request_id = request.request_id
         log.exception("unhandled error", request=request_id, at=type(event).__name__)
         self._streams[request_id].finish(
             BatonError("the router failed to handle this request")
@@ -432,7 +431,7 @@ class RouterCore:
         if isinstance(event, CallerGone):
             self._forget(request_id)
         else:  # its nodes must not go on
-            self._events.append((lifecycle, CallerGone("router error"), NO_NODE))
+            self._events.append((request, CallerGone("router error"), NO_NODE))
 
     def _forget(self, request_id: RequestId) -> None:
         """Drop a request. A node that still works for it is told to stop at its next message."""
@@ -441,13 +440,13 @@ class RouterCore:
         self.registry.forget(request_id)
         self._queue.forget(request_id)
 
-    def _carry_out(self, lifecycle: Lifecycle, command: RequestCommand) -> None:
-        request_id = lifecycle.request.request_id
+    def _carry_out(self, request: Request, command: RequestCommand) -> None:
+        request_id = request.request_id
         stream = self._streams[request_id]
         match command:
             case Deliver(choice=choice, token_ids=token_ids, finish_reason=reason):
                 if stream.push(choice, token_ids, reason, command.logprobs):
-                    self._events.append((lifecycle, ChoiceStopped(choice), NO_NODE))
+                    self._events.append((request, ChoiceStopped(choice), NO_NODE))
             case DeliverPrompt(rows=rows):
                 stream.push_prompt(rows)
             case DeliverPooled(numbers=numbers):
@@ -467,7 +466,7 @@ class RouterCore:
                     self.registry.pairs.moved(prefill, decode, command.times)
             case Outcome(failure=failure):
                 is_whole = failure is None and not stream.metrics.num_received_tokens
-                if is_whole and lifecycle.request.sampling.pooling is None:
+                if is_whole and request.sampling.pooling is None:
                     self._policy.learn(stream.tokens_per_choice)
                 stream.finish(None if failure is None else from_failure(failure))
             case Closed():
@@ -485,9 +484,9 @@ class RouterCore:
             self.registry.reserve(selected)
             self.registry.note_pair(selected)
             self._now_s = self._clock()
-            lifecycle = self._requests[selected.key.request_id]
-            self._feed(lifecycle, selected)
-            self._prefetches.placed(self._now_s, selected, lifecycle.request)
+            request = self._requests[selected.key.request_id]
+            self._feed(request, selected)
+            self._prefetches.placed(self._now_s, selected, request)
 
     def _tick(self) -> None:
         assert self._link is not None
@@ -501,15 +500,15 @@ class RouterCore:
         self._apply(self.registry.tick(now_s, self._deaf_s(late_s)))
         self._prefetches.tick(now_s)
         self._refuse(self._queue.take_overdue(now_s))
-        for lifecycle in self._to_look_at(now_s):
-            self._feed(lifecycle, Tick())
+        for request in self._to_look_at(now_s):
+            self._feed(request, Tick())
         self._select_waiting()
 
     def _refuse(self, attempts: list[tuple[Key, Failure]]) -> None:
         """End the requests of attempts that left the queue. A request may have several of them."""
         for key, failure in attempts:
-            if (lifecycle := self._requests.get(key.request_id)) is not None:
-                self._feed(lifecycle, NodesNotSelected(key, failure))
+            if (request := self._requests.get(key.request_id)) is not None:
+                self._feed(request, NodesNotSelected(key, failure))
 
     def _deaf_s(self, late_s: float) -> float:
         """Return for how long since the last tick no node could make itself heard here."""
@@ -523,7 +522,7 @@ class RouterCore:
             )
         return late_s if late_s > TICK_S else 0.0
 
-    def _to_look_at(self, now_s: float) -> list[Lifecycle]:
+    def _to_look_at(self, now_s: float) -> list[Request]:
         """Return the requests whose turn it is to look whether their time has run out.
 
         All take turns over a round, because looking at all at once would delay the event loop.

@@ -32,7 +32,7 @@ from baton.protocol.messages import (
 )
 from baton.protocol.pooling import ModelTasks
 from baton.protocol.sampling import SamplingParams, StructuredOutputsParams
-from baton.router.core.lifecycle import Lifecycle
+from baton.router.core.lifecycle import Request
 from baton.router.core.request import Caller, Tenant
 from baton.router.outputs import CompletionOutput, RequestOutput
 from tests.support.router_bench import GREEDY, PROMPT, collected, routed, whole
@@ -226,16 +226,14 @@ async def test_the_nodes_of_a_request_that_met_a_bug_stop_at_once(bench, monkeyp
     nodes = await bench.pair()
     stream = await bench.router.submit(PROMPT, GREEDY)
     order = await nodes[0].hear(Prefill)
-    step = Lifecycle.step
+    step = Request.step
 
-    def broken(
-        lifecycle: Lifecycle, now_s: float, event: object, node: NodeId
-    ) -> object:
+    def broken(request: Request, now_s: float, event: object, node: NodeId) -> object:
         if isinstance(event, InProgress):
             raise ValueError("a bug")
-        return step(lifecycle, now_s, event, node)
+        return step(request, now_s, event, node)
 
-    monkeypatch.setattr(Lifecycle, "step", broken)
+    monkeypatch.setattr(Request, "step", broken)
     nodes[0].say(InProgress((order.key,)))
     with pytest.raises(BatonError, match="failed to handle"):
         await stream.ended()

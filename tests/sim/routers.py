@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from baton.protocol.config import ClusterConfig, ModelConfig, RouterConfig
 from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.messages import ResetPrefixCache
-from baton.router.core.lifecycle import Lifecycle
+from baton.router.core.lifecycle import Request
 from baton.router.core.request import AttemptState
 from baton.router.core.router_core import RouterCore
 from baton.router.http.api.prepare import parse_body
@@ -129,10 +129,10 @@ class SimRouter(Member):
         attempt = active.choices[key.choice].attempt
         return attempt is None or attempt.key.attempt > key.attempt
 
-    def requests_of(self, seed: int) -> list[Lifecycle]:
+    def requests_of(self, seed: int) -> list[Request]:
         """Return the requests of the client with this seed."""
-        lifecycles = self.core._requests.values()
-        return [one for one in lifecycles if one.request.sampling.seed == seed]
+        requests = self.core._requests.values()
+        return [one for one in requests if one.sampling.seed == seed]
 
     def forget_prefixes(self, node: SimNode) -> None:
         """Let one node forget what it has cached."""
@@ -156,9 +156,9 @@ class SimRouter(Member):
         return self.state_of(node) == "ready"
 
 
-def is_waiting(lifecycle: Lifecycle) -> bool:
+def is_waiting(request: Request) -> bool:
     """Return whether some choice of a request waits for nodes."""
-    attempts = [choice.attempt for choice in lifecycle.choices]
+    attempts = [choice.attempt for choice in request.choices]
     return any(
         one is not None and one.state is AttemptState.WAITING for one in attempts
     )

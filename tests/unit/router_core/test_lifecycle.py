@@ -25,7 +25,7 @@ from baton.protocol.messages import (
     TokenLogprobs,
 )
 from baton.protocol.sampling import Sampling
-from baton.router.core.lifecycle import SILENCE_DEADLINE_S, Lifecycle
+from baton.router.core.lifecycle import SILENCE_DEADLINE_S, Request
 from baton.router.core.request import (
     AVOID_S,
     DRAINING,
@@ -42,14 +42,12 @@ from baton.router.core.request import (
     NodeMessage,
     Outcome,
     Release,
-    Request,
     RequestCommand,
     RequestEvent,
     Selection,
     Send,
     Tick,
 )
-from baton.router.outputs import RequestMetrics
 
 C = TypeVar("C", bound=RequestCommand)
 R = RequestId("r")
@@ -89,13 +87,12 @@ class Driver:
         **fields: Any,
     ) -> None:
         sampling = Sampling(seed=1, max_tokens=max_tokens, **fields)
-        request = Request(R, PROMPT, sampling, num_choices, max_attempts)
-        self.metrics = RequestMetrics()
-        self.lifecycle = Lifecycle(request, self.metrics)
+        self.request = Request(R, PROMPT, sampling, num_choices, max_attempts)
+        self.metrics = self.request.metrics
         self.now_s = 0.0
 
     def step(self, event: RequestEvent) -> list[RequestCommand]:
-        return self.lifecycle.step(self.now_s, event)
+        return self.request.step(self.now_s, event)
 
     def place(
         self, prefill: NodeId | None = P, decode: NodeId | None = D
@@ -110,7 +107,7 @@ class Driver:
         return place.key
 
     def says(self, node: NodeId, message: NodeMessage) -> list[RequestCommand]:
-        return self.lifecycle.step(self.now_s, message, node)
+        return self.request.step(self.now_s, message, node)
 
 
 def of_type(commands: list[RequestCommand], kind: type[C]) -> list[C]:
@@ -121,14 +118,14 @@ def test_an_entry_that_only_continues_a_choice_needs_no_command():
     drive = Driver()
     drive.place(prefill=None)
     first = TokenEntry(KEY, 3, [9])
-    assert not drive.lifecycle.continues(1.0, D, first)  # nothing streams yet
+    assert not drive.request.continues(1.0, D, first)  # nothing streams yet
     assert drive.says(D, first) == [Deliver(0, [9])]
     guessed = TokenEntry(KEY, 4, [8, 7], num_draft_tokens=3, num_accepted_tokens=1)
-    assert drive.lifecycle.continues(7.0, D, guessed)
+    assert drive.request.continues(7.0, D, guessed)
     assert drive.metrics.num_draft_tokens == 3
     assert drive.metrics.num_accepted_tokens == 1
-    assert drive.lifecycle.choices[0].output == [9, 8, 7]
-    assert drive.lifecycle.heard_s == 7.0
+    assert drive.request.choices[0].output == [9, 8, 7]
+    assert drive.request.heard_s == 7.0
     logprobs = (TokenLogprobs(-1.0, 1, ()),)
     other = msgspec.structs.replace(KEY, attempt=1)
     for node, entry in (
@@ -141,9 +138,9 @@ def test_an_entry_that_only_continues_a_choice_needs_no_command():
         (D, TokenEntry(KEY, 6, [6], None, None, logprobs)),
         (D, TokenEntry(KEY, 6, [])),
     ):
-        assert not drive.lifecycle.continues(8.0, node, entry)
-    assert drive.lifecycle.choices[0].output == [9, 8, 7]
-    assert drive.lifecycle.heard_s == 7.0
+        assert not drive.request.continues(8.0, node, entry)
+    assert drive.request.choices[0].output == [9, 8, 7]
+    assert drive.request.heard_s == 7.0
     assert drive.says(D, TokenEntry(KEY, 5, [7, 6])) == [Deliver(0, [6])]
 
 
@@ -465,7 +462,7 @@ def test_a_prompt_to_pool_ends_with_its_numbers():
 )
 def test_a_prompt_to_pool_is_computed_again_if_its_node_brings_nothing(event):
     drive = pooling_drive()
-    commands = drive.lifecycle.step(0.0, event, P)
+    commands = drive.request.step(0.0, event, P)
     (place,) = of_type(commands, Selection)
     assert (place.is_pooled, place.avoid) == (True, frozenset({(P, EPOCHS[P])}))
     assert not of_type(commands, Outcome)

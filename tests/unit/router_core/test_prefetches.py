@@ -26,6 +26,7 @@ from baton.protocol.messages import (
     ToNode,
 )
 from baton.protocol.sampling import Sampling
+from baton.router.core.lifecycle import Request
 from baton.router.core.prefetches import (
     HALF_LIFE_S,
     HOT_REQUESTS,
@@ -35,7 +36,7 @@ from baton.router.core.prefetches import (
     Prefetches,
 )
 from baton.router.core.registry import Registry
-from baton.router.core.request import Request, Selection
+from baton.router.core.request import Selection
 from tests.support.choosing import cluster
 from tests.support.scripted_nodes import BLOCK_SIZE, node_info
 
