@@ -98,7 +98,7 @@ class Delivery:
             texts: Sequence[str | None] = parsed.echoes or [None] * len(streams)
             pairs = zip(texts, streams, strict=True)
             return [
-                encoder.writer.prompt(
+                encoder.shown_prompt(
                     text, one.prompt_token_ids, one.prompt_logprobs() or [], spell
                 )
                 for text, one in pairs

@@ -2,7 +2,6 @@
 
 import asyncio
 import secrets
-import time
 from collections.abc import Sequence
 
 import msgspec
@@ -15,15 +14,13 @@ from baton.router.core.health import ServedModel
 from baton.router.core.request import Caller
 from baton.router.http.api.anthropic import MessageEvents
 from baton.router.http.api.event_ids import (
-    EventIds,
-    new_id,
-    resume_point,
+    ResponseHead,
+    head_of,
     wants_ids,
 )
 from baton.router.http.api.large_bodies import BodyWork
 from baton.router.http.api.openai_chunks import (
     ChunkEvents,
-    ResponseWriter,
     ShownPrompt,
     system_fingerprint,
 )
@@ -80,12 +77,11 @@ class Submission:
         max_bytes = self._bodies.limit(model, token_bytes)
         with self._bodies.room() as room:
             body = await self._bodies.read(request, room, max_bytes)
-            parsed, writer = await self._prepare(request, body, endpoint, model)
+            parsed, head = await self._prepare(request, body, endpoint, model)
             del body
             running.request_id = (
                 request_id_of(request) or f"req-{secrets.token_hex(12)}"
             )
-            received = () if writer.point is None else writer.point.received
             caller = Caller.of(parsed.scope, request[TENANT])
             num_logprobs = 0
             for index, prompt in enumerate(
@@ -93,7 +89,7 @@ class Submission:
             ):
                 if index:  # a long list of prompts must not delay other requests
                     await asyncio.sleep(0)
-                name = f"{writer.id}-{index}"
+                name = f"{head.id}-{index}"
                 ids = unpacked(prompt)
                 if self._logs_prompts:
                     shown = self._engine.get_tokenizer().decode(
@@ -102,17 +98,17 @@ class Submission:
                     log.info("prompt", request=running.request_id, text=clip(shown))
                 with blaming(parsed.sent):
                     stream = await self._engine.submit(
-                        ids, parsed.params, name, parsed.parsing, caller, received
+                        ids, parsed.params, name, parsed.parsing, caller, head.received
                     )
                     running.streams.append(stream)
                     times = 1 if parsed.is_chat else parsed.params.n
                     num_logprobs += stream.num_prompt_logprobs * times
                     check_num_logprobs(num_logprobs)
-        return parsed, _encoder(request, parsed, writer, metrics_of(parsed, running))
+        return parsed, _encoder(request, parsed, head, metrics_of(parsed, running))
 
     async def _prepare(
         self, request: web.Request, body: bytes, endpoint: Endpoint, model: ServedModel
-    ) -> tuple[ParsedRequest, ResponseWriter]:
+    ) -> tuple[ParsedRequest, ResponseHead]:
         parsed = await self._work.prepare(endpoint, model, body, request[TENANT].name)
         self._metrics.ignored(parsed.ignored)
         if sum(map(len, parsed.echoes)) * parsed.params.n > MAX_ECHO_CHARS:
@@ -125,25 +121,16 @@ class Submission:
                 "leave out return_token_ids"
             )
             raise RequestError(text, param="return_token_ids")
-        point = resume_point(request, parsed)
-        if point is not None:
-            sampling = {**parsed.sampling, "seed": point.seed}
+        head = head_of(request, parsed)
+        if head.received:
+            sampling = {**parsed.sampling, "seed": head.seed}
             parsed = msgspec.structs.replace(parsed, sampling=sampling)
-        writer = ResponseWriter(
-            id=new_id(parsed.endpoint) if point is None else point.response_id,
+        head = msgspec.structs.replace(
+            head,
             model=shown_lora(parsed.scope.lora) or model.name,
-            created=int(time.time()) if point is None else point.created,
-            is_chat=parsed.is_chat,
-            include_usage=parsed.include_usage,
-            token_ids=parsed.token_ids,
-            num_logprobs=parsed.params.logprobs,
-            num_prompt_logprobs=parsed.num_prompt_logprobs,
-            names_ids=parsed.names_ids,
-            continuous_usage=parsed.continuous_usage,
             system_fingerprint=system_fingerprint(model.fingerprint),
-            point=point,
         )
-        return parsed, writer
+        return parsed, head
 
 
 def request_id_of(request: web.Request) -> str:
@@ -158,23 +145,21 @@ def request_id_of(request: web.Request) -> str:
 def _encoder(
     request: web.Request,
     parsed: ParsedRequest,
-    writer: ResponseWriter,
+    head: ResponseHead,
     metrics: Sequence[RequestMetrics],
 ) -> Encoder:
     """Return what makes a response. `metrics` are those of each prompt, as they grow."""
-    is_streamed = parsed.is_streamed
     match parsed.endpoint:
         case "responses":
-            return ResponseEvents(writer, parsed.settings, is_streamed=is_streamed)
+            return ResponseEvents(parsed, head)
         case "messages":
-            return MessageEvents(writer, metrics[0], is_streamed=is_streamed)
+            return MessageEvents(head, metrics[0], is_streamed=parsed.is_streamed)
     return ChunkEvents(
-        writer,
-        parsed.params.n,
+        parsed,
+        head,
         _plain_prompts(parsed),
         [one.num_prompt_tokens for one in metrics],
-        EventIds(writer.id, writer.point) if wants_ids(request) else None,
-        is_streamed=is_streamed,
+        has_ids=wants_ids(request),
     )
 
 

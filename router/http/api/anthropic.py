@@ -13,7 +13,8 @@ from msgspec import Meta
 from baton.protocol.errors import BatonError, RequestError
 from baton.protocol.sampling import Int32
 from baton.router.http.api.decoding import decoded
-from baton.router.http.api.openai_chunks import ResponseWriter, call_id
+from baton.router.http.api.event_ids import ResponseHead
+from baton.router.http.api.openai_chunks import call_id
 from baton.router.http.api.schema import (
     ChatBody,
     Effort,
@@ -341,19 +342,19 @@ class MessageEvents:
         "_blocks",
         "_events",
         "_has_begun",
+        "_head",
         "_is_open",
         "_is_streamed",
         "_metrics",
         "_stop",
         "_texts",
-        "_writer",
     )
 
     def __init__(
-        self, writer: ResponseWriter, metrics: RequestMetrics, *, is_streamed: bool
+        self, head: ResponseHead, metrics: RequestMetrics, *, is_streamed: bool
     ) -> None:
         """`metrics` are those of the request, as they grow."""
-        self._writer = writer
+        self._head = head
         self._metrics = metrics
         self._is_streamed = is_streamed
         self._events: list[bytes] = []  # to return
@@ -400,10 +401,10 @@ class MessageEvents:
             self._emit("message_start", message=self._message(self._metrics))
 
     def _message(self, metrics: RequestMetrics) -> Object:
-        head = {"id": self._writer.id, "type": "message", "role": "assistant"}
+        head = {"id": self._head.id, "type": "message", "role": "assistant"}
         message = {
             **head,
-            "model": self._writer.model,
+            "model": self._head.model,
             "content": self._blocks,
             **self._stop,
         }
@@ -424,7 +425,7 @@ class MessageEvents:
         """Begin a call, or go on with the arguments of the last one."""
         if call.name:
             self._close()
-            name = call_id(self._writer.id, 0, call.index)
+            name = call_id(self._head.id, 0, call.index)
             self._open({"type": "tool_use", "id": name, "name": call.name, "input": {}})
         if call.arguments:
             self._texts.append(call.arguments)

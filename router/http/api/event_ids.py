@@ -46,21 +46,27 @@ def wants_ids(request: web.Request) -> bool:
     return LAST_EVENT_ID in request.headers or "text/event-stream" in accepted
 
 
-class ResumePoint(msgspec.Struct, frozen=True):
-    """What makes a response again, and how far its reader got."""
+class ResponseHead(msgspec.Struct, frozen=True):
+    """What names a response, what makes it again, and how far its reader got."""
 
-    response_id: str
+    id: str
     created: int  # unix seconds
-    seed: int
-    received: tuple[ReceivedPart, ...]  # of each choice
+    seed: int = 0  # if its client can resume it
+    # Of each choice. It is empty if the response cannot be resumed.
+    received: tuple[ReceivedPart, ...] = ()
     tail: Tail = ""
+    model: str = ""
+    system_fingerprint: str = ""
 
     @property
     def prefix(self) -> bytes:
-        return f"{self.response_id}:{self.created:x}-{self.seed:x}:".encode()
+        """Return how the ids of its events begin."""
+        if not self.received:
+            return f"{self.id}:".encode()
+        return f"{self.id}:{self.created:x}-{self.seed:x}:".encode()
 
     @classmethod
-    def from_id(cls, event_id: str) -> "ResumePoint":
+    def from_id(cls, event_id: str) -> "ResponseHead":
         """Read an event id that a client sent back. Raises `RequestError`."""
         response, _, rest = event_id.rpartition(":")
         choices, _, tail = rest.partition("/")
@@ -77,13 +83,8 @@ class ResumePoint(msgspec.Struct, frozen=True):
         return cls(name, int(created, 16), int(seed, 16), received, _TAILS[tail])
 
 
-def new_id(endpoint: Endpoint) -> str:
-    """Return the id of a new response."""
-    return f"{_ID_PREFIXES[endpoint]}{secrets.token_hex(12)}"
-
-
-def resume_point(request: web.Request, parsed: ParsedRequest) -> ResumePoint | None:
-    """Return where a stream begins that its client can resume; None for other responses.
+def head_of(request: web.Request, parsed: ParsedRequest) -> ResponseHead:
+    """Return what names a response, and where it begins if its client resumes it.
 
     Raises `RequestError` if the client wants to resume what it cannot.
     """
@@ -97,19 +98,22 @@ def resume_point(request: web.Request, parsed: ParsedRequest) -> ResumePoint | N
     has_ids = parsed.is_streamed and is_one and is_plain
     event_id = request.headers.get(LAST_EVENT_ID)
     if event_id is not None and parsed.endpoint in _CHUNKED:
-        point = ResumePoint.from_id(event_id)
-        if not has_ids or not parsed.generates or len(point.received) != num_choices:
+        head = ResponseHead.from_id(event_id)
+        if not has_ids or not parsed.generates or len(head.received) != num_choices:
             raise changed()
-        return point
+        return head
+    new = ResponseHead(
+        f"{_ID_PREFIXES[parsed.endpoint]}{secrets.token_hex(12)}", int(time.time())
+    )
     if not has_ids or not wants_ids(request):
-        return None
+        return new
     seed = (
         secrets.randbits(SEED_BITS)
         if parsed.params.seed is None
         else parsed.params.seed
     )
     nothing = (ReceivedPart(),) * num_choices
-    return ResumePoint(new_id(parsed.endpoint), int(time.time()), seed, nothing)
+    return msgspec.structs.replace(new, seed=seed, received=nothing)
 
 
 class EventIds:
@@ -121,13 +125,12 @@ class EventIds:
     A response that cannot be resumed has `RESPONSE:NUMBER`.
     """
 
-    __slots__ = ("_counts", "_digests", "_num_events", "_parts", "_prefix", "point")
+    __slots__ = ("_counts", "_digests", "_num_events", "_parts", "_prefix")
 
-    def __init__(self, response_id: str, point: ResumePoint | None = None) -> None:
-        """Begin at `point`; without one, the response cannot be resumed."""
-        self.point = point
-        received = () if point is None else point.received
-        self._prefix = f"{response_id}:".encode() if point is None else point.prefix
+    def __init__(self, head: ResponseHead) -> None:
+        """Begin where the reader of the response stands."""
+        received = head.received
+        self._prefix = head.prefix
         self._num_events = 0
         self._counts = [one.num_tokens for one in received]
         self._digests = [one.digest for one in received]

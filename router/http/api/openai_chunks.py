@@ -13,7 +13,8 @@ import msgspec
 
 from baton.protocol import VERSION
 from baton.protocol.errors import BatonError
-from baton.router.http.api.event_ids import EventIds, ResumePoint
+from baton.router.http.api.event_ids import EventIds, ResponseHead
+from baton.router.http.api.schema import ParsedRequest
 from baton.router.http.errors import error_of
 from baton.router.outputs import (
     CompletionOutput,
@@ -166,170 +167,6 @@ def _finite(one: Logprob) -> float:
 _encode = msgspec.json.Encoder().encode
 
 
-class ResponseWriter(msgspec.Struct, frozen=True):
-    """The identity and the form of one response, which make the bytes of its parts."""
-
-    id: str
-    model: str
-    created: int  # unix seconds
-    is_chat: bool
-    include_usage: bool  # in a stream; a whole response always has usage
-    token_ids: bool
-    continuous_usage: bool = False  # in each chunk, the usage of its choice so far
-    system_fingerprint: str = ""
-    # For how many of the likeliest tokens, if they are wanted.
-    num_logprobs: int | None = None
-    num_prompt_logprobs: int | None = None  # the same in the field `prompt_logprobs`
-    names_ids: bool = False  # log probabilities name ids instead of texts
-    point: ResumePoint | None = None  # where a stream begins that the client can resume
-
-    def opening(self, index: int, num_prompt_tokens: int, prompt: ShownPrompt) -> bytes:
-        """Return the first chunk of a choice of a chat."""
-        delta = {"role": "assistant", "content": ""}
-        choice = {
-            "index": index,
-            "delta": delta,
-            "logprobs": None,
-            "finish_reason": None,
-        }
-        data = self._head(True) + b"[" + _encode(choice) + b"]"
-        if prompt.token_ids is not None:
-            data += b',"prompt_token_ids":' + _encode(prompt.token_ids)
-        if self.continuous_usage:
-            return data + b',"usage":' + _encode(_counts(num_prompt_tokens, 0)) + b"}"
-        return data + self._tail()
-
-    def chunks(
-        self, index: int, num_prompt_tokens: int, num_output_tokens: int = 0
-    ) -> "ChunkTemplate":
-        """Return what makes the chunks of a choice that has brought some tokens already."""
-        head = self._head(True) + b'[{"index":%d,' % index
-        if self.is_chat:
-            before = b'"delta":{"content":'
-            after = b'},"logprobs":null,"finish_reason":'
-        else:
-            before = b'"text":'
-            after = b',"logprobs":null,"finish_reason":'
-        end = b"}]" + self._tail()
-        template = ChunkTemplate(self, head + before, after, end)
-        if self.continuous_usage:
-            template.count_usage(num_prompt_tokens, num_output_tokens)
-        return template
-
-    def closing(self, metrics: Sequence[RequestMetrics]) -> bytes | None:
-        """Return the last chunk, without choices; None if the client did not ask for it."""
-        if not self.include_usage:
-            return None
-        return self._head(True) + b'[],"usage":' + _encode(self._usage(metrics)) + b"}"
-
-    def prompt(
-        self,
-        text: str | None,
-        token_ids: list[int],
-        scores: PromptScores,
-        spell: Spell,
-    ) -> ShownPrompt:
-        """Return a prompt with its log probabilities, which is echoed if it has a text."""
-        shown = ShownPrompt(text)
-        if text is not None and self.num_logprobs is not None:
-            shown = self._forms.of_echo(text, token_ids, scores, spell)
-        if self.token_ids:
-            shown = msgspec.structs.replace(shown, token_ids=token_ids)
-        if self.num_prompt_logprobs is None:
-            return shown
-        found = LogprobForms(self.num_prompt_logprobs).of_prompt(token_ids, scores)
-        return msgspec.structs.replace(shown, scores=found)
-
-    def whole(
-        self,
-        outputs: list[CompletionOutput],
-        metrics: Sequence[RequestMetrics],
-        prompts: Sequence[ShownPrompt] = (),
-    ) -> bytes:
-        """Return the body. `prompts` are echoed, or have log probabilities or token ids."""
-        per_prompt = len(outputs) // len(prompts or outputs)
-        shown = [
-            one
-            for one in prompts or [ShownPrompt()] * len(outputs)
-            for _ in range(per_prompt)
-        ]
-        pairs = zip(outputs, shown, strict=True)
-        choices = b",".join(_encode(self._choice(output, one)) for output, one in pairs)
-        data = self._head(False) + b"[" + choices + b"]"
-        if self.is_chat and prompts and prompts[0].scores is not None:
-            data += b',"prompt_logprobs":' + bytes(prompts[0].scores)
-        if self.is_chat and prompts and prompts[0].token_ids is not None:
-            data += b',"prompt_token_ids":' + _encode(prompts[0].token_ids)
-        return data + b',"usage":' + _encode(self._usage(metrics)) + b"}"
-
-    def _choice(
-        self, output: CompletionOutput, prompt: ShownPrompt
-    ) -> dict[str, object]:
-        choice: dict[str, object] = {"index": output.index}
-        if self.is_chat:
-            parts = _parts_of(self.id, output, is_delta=False)
-            content = output.text or (None if parts else "")
-            message = {
-                "role": "assistant",
-                "content": content,
-                "refusal": None,
-                **parts,
-            }
-            choice["message"] = message
-        else:
-            choice["text"] = (prompt.text or "") + output.text
-        choice["logprobs"] = None
-        if self.num_logprobs is not None:
-            found = self.logprobs(output, prompt.num_chars)
-            if prompt.logprobs is not None and isinstance(found, Columns):
-                found = prompt.logprobs.followed_by(found)
-            choice["logprobs"] = found
-        if prompt.scores is not None and not self.is_chat:
-            choice["prompt_logprobs"] = prompt.scores
-        if prompt.token_ids is not None and not self.is_chat:
-            choice["prompt_token_ids"] = prompt.token_ids
-        choice["finish_reason"] = output.finish_reason
-        choice["stop_reason"] = output.stop_reason
-        if self.token_ids:
-            choice["token_ids"] = output.token_ids
-        return choice
-
-    def logprobs(
-        self, output: CompletionOutput, offset: int
-    ) -> dict[str, object] | Columns:
-        """Return the log probabilities of an output whose text begins at `offset`."""
-        rows = zip(output.token_ids, output.logprobs or (), strict=False)
-        return (
-            self._forms.of_chat(rows)
-            if self.is_chat
-            else self._forms.columns(rows, offset)
-        )
-
-    def _usage(self, metrics: Sequence[RequestMetrics]) -> dict[str, object]:
-        return usage_of(metrics, is_chat=self.is_chat)
-
-    @property
-    def _forms(self) -> LogprobForms:
-        return LogprobForms(self.num_logprobs or 0, self.names_ids)
-
-    def _head(self, is_chunk: bool) -> bytes:
-        kind = "text_completion"
-        if self.is_chat:
-            kind = "chat.completion.chunk" if is_chunk else "chat.completion"
-        head = {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-        }
-        if self.system_fingerprint:
-            head["system_fingerprint"] = self.system_fingerprint
-        return _encode(head)[:-1] + b',"choices":'
-
-    def _tail(self) -> bytes:
-        return b',"usage":null}' if self.include_usage else b"}"
-
-
 class ChunkTemplate:
     """Makes the chunks of one choice."""
 
@@ -340,15 +177,22 @@ class ChunkTemplate:
         "_num_chars",
         "_num_output_tokens",
         "_num_prompt_tokens",
+        "_parsed",
         "_prompt_token_ids",
+        "_response_id",
         "_running_end",
-        "_writer",
     )
 
     def __init__(
-        self, writer: ResponseWriter, before: bytes, after: bytes, end: bytes
+        self,
+        parsed: ParsedRequest,
+        response_id: str,
+        before: bytes,
+        after: bytes,
+        end: bytes,
     ) -> None:
-        self._writer = writer
+        self._parsed = parsed
+        self._response_id = response_id
         self._num_chars = 0  # of the tokens so far, for log probabilities
         self._before = before
         self._after = after
@@ -383,17 +227,17 @@ class ChunkTemplate:
         text = _encode(delta.text)
         if delta.reasoning or delta.tool_calls:
             # They come behind the content, in the same object.
-            parts = _encode(_parts_of(self._writer.id, delta, is_delta=True))
+            parts = _encode(_parts_of(self._response_id, delta, is_delta=True))
             text = _encode(delta.text or None) + b"," + parts[1:-1]
         if self._num_prompt_tokens is not None:
             self._num_output_tokens += len(delta.token_ids)
             usage = _counts(self._num_prompt_tokens, self._num_output_tokens)
             self._end = b'}],"usage":' + _encode(usage) + b"}"
             self._running_end = self._after + b"null" + self._end
-        token_ids = self._writer.token_ids
+        token_ids = self._parsed.token_ids
         after = self._after
         if delta.logprobs is not None:
-            logprobs = self._writer.logprobs(delta, self._num_chars)
+            logprobs = _logprobs_of(self._parsed, delta, self._num_chars)
             pairs = zip(delta.token_ids, delta.logprobs, strict=True)
             self._num_chars += sum(
                 len(found[token_id].decoded_token) for token_id, found in pairs
@@ -421,44 +265,61 @@ class ChunkEvents:
     __slots__ = (
         "_has_usage",
         "_ids",
-        "_num_choices",
         "_num_prompt_tokens",
+        "_parsed",
         "_prompts",
+        "_response",
         "_templates",
         "_whole",
-        "writer",
     )
 
     def __init__(
         self,
-        writer: ResponseWriter,
-        num_choices: int,  # per prompt
+        parsed: ParsedRequest,
+        response: ResponseHead,
         prompts: Sequence[ShownPrompt],  # to echo, or with token ids
         num_prompt_tokens: Sequence[int],  # per prompt
-        ids: EventIds | None = None,
         *,
-        is_streamed: bool = True,
+        has_ids: bool = False,
     ) -> None:
-        """Begin where the client stands that resumes a stream, by `ids`, if events have any."""
-        self._whole = (
-            None if is_streamed else Merged(num_choices * len(num_prompt_tokens))
-        )
-        self.writer = writer
-        self._num_choices = num_choices
+        """Begin where the client stands that resumes a stream, whose events have ids then."""
+        num_choices = parsed.params.n * len(num_prompt_tokens)
+        self._whole = None if parsed.is_streamed else Merged(num_choices)
+        self._parsed = parsed
+        self._response = response
         self._prompts = prompts
         self._num_prompt_tokens = num_prompt_tokens
-        point = None if ids is None else ids.point
-        self._has_usage = point is not None and point.tail != ""
-        self._ids = ids
+        self._has_usage = response.tail != ""
+        self._ids = EventIds(response) if has_ids else None
         self._templates = {
-            index: writer.chunks(index, num_prompt_tokens[0], one.num_tokens)
-            for index, one in enumerate(() if point is None else point.received)
+            index: self._template(index, num_prompt_tokens[0], one.num_tokens)
+            for index, one in enumerate(response.received)
             if one.has_begun
         }
 
     def show(self, prompts: Sequence[ShownPrompt]) -> None:
         """Show the prompts with what nodes have computed of them."""
         self._prompts = prompts
+
+    def shown_prompt(
+        self,
+        text: str | None,
+        token_ids: list[int],
+        scores: PromptScores,
+        spell: Spell,
+    ) -> ShownPrompt:
+        """Return a prompt with its log probabilities, which is echoed if it has a text."""
+        shown = ShownPrompt(text)
+        if text is not None and self._parsed.params.logprobs is not None:
+            shown = _forms_of(self._parsed).of_echo(text, token_ids, scores, spell)
+        if self._parsed.token_ids:
+            shown = msgspec.structs.replace(shown, token_ids=token_ids)
+        if self._parsed.num_prompt_logprobs is None:
+            return shown
+        found = LogprobForms(self._parsed.num_prompt_logprobs).of_prompt(
+            token_ids, scores
+        )
+        return msgspec.structs.replace(shown, scores=found)
 
     def take(self, delta: CompletionOutput) -> bytes:
         if self._whole is not None:
@@ -474,7 +335,7 @@ class ChunkEvents:
         return opening + self._event(template.fill(delta))
 
     def ending(self, metrics: Sequence[RequestMetrics]) -> bytes:
-        closing = None if self._has_usage else self.writer.closing(metrics)
+        closing = None if self._has_usage else self._closing(metrics)
         usage = b"" if closing is None else self._event(closing, b"/u")
         return usage + self._event(_DONE, b"/d")
 
@@ -483,19 +344,19 @@ class ChunkEvents:
 
     def whole(self, metrics: Sequence[RequestMetrics]) -> bytes:
         assert self._whole is not None, "a stream has no body"
-        return self.writer.whole(self._whole.outputs(), metrics, self._prompts)
+        return self._body(self._whole.outputs(), metrics)
 
     def _begin(self, index: int) -> tuple[bytes, ChunkTemplate]:
         """Return the first event of a choice and what makes the others."""
-        prompt = index // self._num_choices
+        prompt = index // self._parsed.params.n
         opening = b""
         num_prompt_tokens = self._num_prompt_tokens[prompt]
-        template = self._templates[index] = self.writer.chunks(index, num_prompt_tokens)
+        template = self._templates[index] = self._template(index, num_prompt_tokens)
         shown = self._prompts[prompt] if self._prompts else ShownPrompt()
-        if self.writer.is_chat:
+        if self._parsed.is_chat:
             if self._ids is not None:
                 self._ids.begin(index)
-            opening = self._event(self.writer.opening(index, num_prompt_tokens, shown))
+            opening = self._event(self._opening(index, num_prompt_tokens, shown))
             return opening, template
         if shown.token_ids is not None:
             template.show_prompt(shown.token_ids)
@@ -508,6 +369,133 @@ class ChunkEvents:
         if self._ids is not None:
             return b"id: %b\ndata: %b\n\n" % (self._ids.current(tail), data)
         return b"data: %b\n\n" % data
+
+    def _template(
+        self, index: int, num_prompt_tokens: int, num_output_tokens: int = 0
+    ) -> ChunkTemplate:
+        """Return what makes the chunks of a choice that has brought some tokens already."""
+        head = self._head(True) + b'[{"index":%d,' % index
+        if self._parsed.is_chat:
+            before = b'"delta":{"content":'
+            after = b'},"logprobs":null,"finish_reason":'
+        else:
+            before = b'"text":'
+            after = b',"logprobs":null,"finish_reason":'
+        end = b"}]" + self._tail()
+        template = ChunkTemplate(
+            self._parsed, self._response.id, head + before, after, end
+        )
+        if self._parsed.continuous_usage:
+            template.count_usage(num_prompt_tokens, num_output_tokens)
+        return template
+
+    def _opening(
+        self, index: int, num_prompt_tokens: int, prompt: ShownPrompt
+    ) -> bytes:
+        """Return the first chunk of a choice of a chat."""
+        delta = {"role": "assistant", "content": ""}
+        choice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        data = self._head(True) + b"[" + _encode(choice) + b"]"
+        if prompt.token_ids is not None:
+            data += b',"prompt_token_ids":' + _encode(prompt.token_ids)
+        if self._parsed.continuous_usage:
+            return data + b',"usage":' + _encode(_counts(num_prompt_tokens, 0)) + b"}"
+        return data + self._tail()
+
+    def _closing(self, metrics: Sequence[RequestMetrics]) -> bytes | None:
+        """Return the last chunk, without choices; None if the client did not ask for it."""
+        if not self._parsed.include_usage:
+            return None
+        return self._head(True) + b'[],"usage":' + self._usage(metrics) + b"}"
+
+    def _body(
+        self, outputs: list[CompletionOutput], metrics: Sequence[RequestMetrics]
+    ) -> bytes:
+        prompts = self._prompts
+        per_prompt = len(outputs) // len(prompts or outputs)
+        shown = [
+            one
+            for one in prompts or [ShownPrompt()] * len(outputs)
+            for _ in range(per_prompt)
+        ]
+        pairs = zip(outputs, shown, strict=True)
+        choices = b",".join(_encode(self._choice(output, one)) for output, one in pairs)
+        data = self._head(False) + b"[" + choices + b"]"
+        if self._parsed.is_chat and prompts and prompts[0].scores is not None:
+            data += b',"prompt_logprobs":' + bytes(prompts[0].scores)
+        if self._parsed.is_chat and prompts and prompts[0].token_ids is not None:
+            data += b',"prompt_token_ids":' + _encode(prompts[0].token_ids)
+        return data + b',"usage":' + self._usage(metrics) + b"}"
+
+    def _choice(
+        self, output: CompletionOutput, prompt: ShownPrompt
+    ) -> dict[str, object]:
+        choice: dict[str, object] = {"index": output.index}
+        if self._parsed.is_chat:
+            parts = _parts_of(self._response.id, output, is_delta=False)
+            content = output.text or (None if parts else "")
+            message = {
+                "role": "assistant",
+                "content": content,
+                "refusal": None,
+                **parts,
+            }
+            choice["message"] = message
+        else:
+            choice["text"] = (prompt.text or "") + output.text
+        choice["logprobs"] = None
+        if self._parsed.params.logprobs is not None:
+            found = _logprobs_of(self._parsed, output, prompt.num_chars)
+            if prompt.logprobs is not None and isinstance(found, Columns):
+                found = prompt.logprobs.followed_by(found)
+            choice["logprobs"] = found
+        if prompt.scores is not None and not self._parsed.is_chat:
+            choice["prompt_logprobs"] = prompt.scores
+        if prompt.token_ids is not None and not self._parsed.is_chat:
+            choice["prompt_token_ids"] = prompt.token_ids
+        choice["finish_reason"] = output.finish_reason
+        choice["stop_reason"] = output.stop_reason
+        if self._parsed.token_ids:
+            choice["token_ids"] = output.token_ids
+        return choice
+
+    def _head(self, is_chunk: bool) -> bytes:
+        kind = "text_completion"
+        if self._parsed.is_chat:
+            kind = "chat.completion.chunk" if is_chunk else "chat.completion"
+        head = {
+            "id": self._response.id,
+            "object": kind,
+            "created": self._response.created,
+            "model": self._response.model,
+        }
+        if self._response.system_fingerprint:
+            head["system_fingerprint"] = self._response.system_fingerprint
+        return _encode(head)[:-1] + b',"choices":'
+
+    def _usage(self, metrics: Sequence[RequestMetrics]) -> bytes:
+        return _encode(usage_of(metrics, is_chat=self._parsed.is_chat))
+
+    def _tail(self) -> bytes:
+        return b',"usage":null}' if self._parsed.include_usage else b"}"
+
+
+def _forms_of(parsed: ParsedRequest) -> LogprobForms:
+    return LogprobForms(parsed.params.logprobs or 0, parsed.names_ids)
+
+
+def _logprobs_of(
+    parsed: ParsedRequest, output: CompletionOutput, offset: int
+) -> dict[str, object] | Columns:
+    """Return the log probabilities of an output whose text begins at `offset`."""
+    rows = zip(output.token_ids, output.logprobs or (), strict=False)
+    forms = _forms_of(parsed)
+    return forms.of_chat(rows) if parsed.is_chat else forms.columns(rows, offset)
 
 
 def _parts_of(

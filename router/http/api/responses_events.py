@@ -11,12 +11,9 @@ from typing import Literal
 import msgspec
 
 from baton.protocol.errors import BatonError
-from baton.router.http.api.openai_chunks import (
-    LogprobForms,
-    ResponseWriter,
-    call_id,
-    usage_of,
-)
+from baton.router.http.api.event_ids import ResponseHead
+from baton.router.http.api.openai_chunks import LogprobForms, call_id, usage_of
+from baton.router.http.api.schema import ParsedRequest
 from baton.router.outputs import CompletionOutput, RequestMetrics, ToolCall
 
 Kind = Literal["message", "reasoning", "function_call"]
@@ -48,22 +45,17 @@ class ResponseEvents:
     __slots__ = (
         "_events",
         "_finish_reason",
-        "_is_streamed",
+        "_head",
         "_num_events",
         "_open",
         "_output",
-        "_settings",
+        "_parsed",
         "_unplaced",
-        "_writer",
     )
 
-    def __init__(
-        self, writer: ResponseWriter, settings: bytes, *, is_streamed: bool
-    ) -> None:
-        """`settings` is the JSON object of the fields that repeat the request."""
-        self._writer = writer
-        self._settings = settings
-        self._is_streamed = is_streamed
+    def __init__(self, parsed: ParsedRequest, head: ResponseHead) -> None:
+        self._parsed = parsed
+        self._head = head
         self._num_events = 0
         self._events: list[bytes] = []  # to return
         self._output: list[Object] = []  # items that are done
@@ -78,7 +70,7 @@ class ResponseEvents:
             self._add("reasoning", delta.reasoning, [])
         if delta.logprobs is not None:
             rows = zip(delta.token_ids, delta.logprobs, strict=False)
-            found = LogprobForms(self._writer.num_logprobs or 0).of_chat(rows)[
+            found = LogprobForms(self._parsed.params.logprobs or 0).of_chat(rows)[
                 "content"
             ]
             assert isinstance(found, list)
@@ -117,7 +109,7 @@ class ResponseEvents:
     # --- inside -----------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        if self._num_events == 0 and self._is_streamed:
+        if self._num_events == 0 and self._parsed.is_streamed:
             response = self._response("in_progress", None)
             self._emit("response.created", response=response)
             self._emit("response.in_progress", response=response)
@@ -168,7 +160,7 @@ class ResponseEvents:
         if call.name:
             self._close("completed")
             named: Object = {
-                "call_id": call_id(self._writer.id, 0, call.index),
+                "call_id": call_id(self._head.id, 0, call.index),
                 "name": call.name,
             }
             self._open = _Open("function_call", call=named)
@@ -202,7 +194,7 @@ class ResponseEvents:
         return item
 
     def _item_id(self, kind: str) -> str:
-        number = self._writer.id.partition("_")[2]
+        number = self._head.id.partition("_")[2]
         return f"{_PREFIXES[kind]}_{number}{len(self._output)}"
 
     def _part(self) -> Object:
@@ -222,17 +214,17 @@ class ResponseEvents:
     ) -> msgspec.Raw:
         reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
         response = {
-            "id": self._writer.id,
+            "id": self._head.id,
             "object": "response",
-            "created_at": self._writer.created,
+            "created_at": self._head.created,
             "status": status,
             "error": error,
             "incomplete_details": reason,
-            "model": self._writer.model,
+            "model": self._head.model,
             "output": self._output,
             "usage": None if metrics is None else _usage_of(metrics),
         }
-        return msgspec.Raw(_encode(response)[:-1] + b"," + self._settings[1:])
+        return msgspec.Raw(_encode(response)[:-1] + b"," + self._parsed.settings[1:])
 
     def _emit_item(self, what: str, item: Object) -> None:
         self._emit(
@@ -243,7 +235,7 @@ class ResponseEvents:
 
     def _emit_part(self, what: str, **fields: object) -> None:
         """Add an event of the only part of the open item."""
-        if self._is_streamed and self._open is not None:
+        if self._parsed.is_streamed and self._open is not None:
             item_id = self._item_id(self._open.kind)
             place = {
                 "item_id": item_id,
@@ -253,7 +245,7 @@ class ResponseEvents:
             self._emit(f"response.{what}", **place, **fields)
 
     def _emit(self, what: str, **fields: object) -> None:
-        if self._is_streamed:
+        if self._parsed.is_streamed:
             event = {"type": what, "sequence_number": self._num_events, **fields}
             self._num_events += 1
             self._events.append(

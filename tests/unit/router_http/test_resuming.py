@@ -7,8 +7,9 @@ import pytest
 from baton.protocol.errors import NodeError, RequestError
 from baton.protocol.messages import FinishReason
 from baton.router.core.stream import ReceivedPart, RequestStream, digest_of
-from baton.router.http.api.event_ids import MAX_CHOICES, EventIds, ResumePoint
-from baton.router.http.api.openai_chunks import ChunkEvents, ResponseWriter, ShownPrompt
+from baton.router.http.api.event_ids import MAX_CHOICES, EventIds, ResponseHead
+from baton.router.http.api.openai_chunks import ChunkEvents, ShownPrompt
+from baton.router.http.api.schema import ParsedRequest
 from baton.router.outputs import CompletionOutput
 from tests.support.async_tests import on_a_loop
 from tests.support.http_bench import TEXT, HttpBench, ScriptedEngine, served
@@ -16,11 +17,11 @@ from tests.support.http_bench import TEXT, HttpBench, ScriptedEngine, served
 NAME = "chatcmpl-" + "0a" * 12
 NOTHING = ReceivedPart()
 STREAMED = {"Accept": "text/event-stream"}
-START = ResumePoint(NAME, 0x65, -7, (NOTHING,) * 3)
+START = ResponseHead(NAME, 0x65, -7, (NOTHING,) * 3)
 
 
 def test_an_id_tells_what_its_events_brought():
-    ids = EventIds(NAME, START)
+    ids = EventIds(START)
     ids.begin(1)
     ids.advance(2, [7], has_ended=False)
     ids.advance(2, [1, 151_000], has_ended=True)
@@ -28,12 +29,12 @@ def test_an_id_tells_what_its_events_brought():
     event_id = f"{NAME}:65--7:.0.3e@{digest:08x}"
     assert ids.current().decode() == event_id
     received = (NOTHING, ReceivedPart(0, True), ReceivedPart(3, True, True, digest))
-    point = ResumePoint.from_id(event_id)
-    assert point == ResumePoint(NAME, 0x65, -7, received)
-    again = EventIds(NAME, point)
+    point = ResponseHead.from_id(event_id)
+    assert point == ResponseHead(NAME, 0x65, -7, received)
+    again = EventIds(point)
     assert again.current().decode() == event_id
     again.advance(1, [4, 5], has_ended=False)
-    later = ResumePoint.from_id(again.current(b"/u").decode())
+    later = ResponseHead.from_id(again.current(b"/u").decode())
     assert (later.received[1].digest, later.tail) == (digest_of([4, 5]), "/u")
 
 
@@ -59,22 +60,26 @@ def test_an_id_tells_what_its_events_brought():
 )
 def test_what_is_no_id_is_refused(event_id):
     with pytest.raises(RequestError) as error:
-        ResumePoint.from_id(event_id)
+        ResponseHead.from_id(event_id)
     assert error.value.param == "Last-Event-ID"
-
-
-def ids_at(received: ReceivedPart) -> EventIds:
-    return EventIds(NAME, ResumePoint(NAME, 1, 1, (received,)))
 
 
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_the_packed_prompts_a_prompt_come_again_only_to_who_has_nothing(is_chat):
-    writer = ResponseWriter(
-        NAME, "tiny", 7, is_chat, include_usage=False, token_ids=True
+    parsed = ParsedRequest(
+        endpoint="chat" if is_chat else "completions",
+        model=None,
+        prompts=(),
+        sampling={},
+        is_streamed=True,
+        include_usage=False,
+        continuous_usage=False,
+        token_ids=True,
     )
     prompts = [ShownPrompt(token_ids=[5, 6])]
     for received, times in ((NOTHING, 1), (ReceivedPart(1, True), 0)):
-        events = ChunkEvents(writer, 1, prompts, [2], ids_at(received))
+        head = ResponseHead(NAME, 1, 1, (received,))
+        events = ChunkEvents(parsed, head, prompts, [2], has_ids=True)
         data = b"".join(
             events.take(CompletionOutput(0, " a", [token_id])) for token_id in (7, 8)
         )
@@ -148,7 +153,7 @@ async def test_after_every_event_the_rest_comes_byte_for_byte(body):
                     rest = await events_of(other, body, event_id)
                     assert text_of(rest) == text_of(whole[number:])
                     assert rest[-1] == whole[-1]
-                    sought = ResumePoint.from_id(event_id)
+                    sought = ResponseHead.from_id(event_id)
                     assert engine.streams[-1].params.seed == sought.seed
                     assert engine.streams[-1].metrics.num_new_tokens <= len(WORDS) * 3
 
