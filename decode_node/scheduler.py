@@ -29,8 +29,7 @@ from baton.kv_transfer.interfaces import (
     TierOpened,
 )
 from baton.node.scheduling.block_pool import BlockPool
-from baton.node.scheduling.outputs import Origin, Outputs
-from baton.node.scheduling.plan import Slice, StepPlan, StepResult
+from baton.node.scheduling.plan import Origin, Outputs, Slice, StepPlan, StepResult
 from baton.node.scheduling.request import Request, Sequence, no_token
 from baton.node.scheduling.requests import Requests
 from baton.node.scheduling.scheduler import NodeLimits, load_of

@@ -10,7 +10,7 @@ from collections import deque
 import msgspec
 
 from baton.node.executor import AdapterLoad, AdapterOutcome, Executor
-from baton.node.scheduling.outputs import NO_ROUTER, Origin
+from baton.node.scheduling.plan import NO_ROUTER, Origin
 from baton.node.scheduling.scheduler import Scheduler
 from baton.protocol.adapters import AdapterEntry, AdapterList, lora_version
 from baton.protocol.messages import (

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from baton.node.scheduling.block_pool import BlockPool
-from baton.node.scheduling.outputs import Origin
+from baton.node.scheduling.plan import Origin
 from baton.node.scheduling.tiers import Tiers
 from baton.protocol.blocks import BlockHash, pack_hashes
 from baton.protocol.messages import HandedOver, HandOver, Load

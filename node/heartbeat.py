@@ -11,18 +11,23 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from baton.node.router_channel import RouterWatch
 from baton.protocol.codec import to_node_codec, to_router_codec
 from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import Heartbeat, Load, Starting, ToNode, ToRouter, Totals
 from baton.runtime.channels.dialer import Dialer
 from baton.runtime.channels.listener import Channels
 from baton.runtime.clock import Clock
+from baton.runtime.log import logger
 
 HEARTBEAT_INTERVAL_S = 1.0
 TICK_S = 0.1
 JOIN_TIMEOUT_S = 2.0
 STANDSTILL_S = 2.0
+# When the absence of a router is logged first, and the longest time until it is logged again.
+FIRST_LOGGED_S = 5.0
+LONGEST_UNLOGGED_S = 600.0
+
+log = logger("node")
 
 
 class VitalSigns(msgspec.Struct, frozen=True):
@@ -161,3 +166,27 @@ class HeartbeatThread:
             for dialer in self._dialers:
                 dialer.close()
             self._channels.close()
+
+
+class RouterWatch:
+    def __init__(self) -> None:
+        # When each absent router is logged (again), and how long after the last time that is.
+        self._absent: dict[str, tuple[float, float]] = {}
+
+    def look(self, now_s: float, router: Dialer[ToRouter, ToNode]) -> None:
+        """Note whether a router answers. Log its absence after 5 s, then at growing intervals."""
+        if router.connected:
+            _, wait_s = self._absent.pop(router.endpoint, (now_s, FIRST_LOGGED_S))
+            if wait_s > FIRST_LOGGED_S:
+                log.info("found the router", router=router.endpoint)
+            return
+        later = (now_s + FIRST_LOGGED_S, FIRST_LOGGED_S)
+        log_at_s, wait_s = self._absent.setdefault(router.endpoint, later)
+        if now_s < log_at_s or router.refusals:  # the node's channel reports refusals
+            return
+        wait_s = min(wait_s * 4, LONGEST_UNLOGGED_S)
+        self._absent[router.endpoint] = (now_s + wait_s, wait_s)
+        reason = (
+            "nothing answers there" if router.is_resolved else "name does not resolve"
+        )
+        log.warning(f"waiting for router {router.endpoint}: {reason}")

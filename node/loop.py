@@ -24,8 +24,7 @@ from baton.node.adapters import AdapterSlots
 from baton.node.executor import RANK_KILLED, Executor
 from baton.node.hand_over import CacheHandOver
 from baton.node.records import Draining, EventRing, NodeObserver, Turned
-from baton.node.scheduling.outputs import NO_ROUTER, Origin
-from baton.node.scheduling.plan import StepPlan, StepResult
+from baton.node.scheduling.plan import NO_ROUTER, Origin, StepPlan, StepResult
 from baton.node.scheduling.scheduler import Scheduler
 from baton.node.sockets import EngineSockets, FromRouter, LinkEvent, RouterLost
 from baton.protocol.codec import Unreadable

@@ -22,10 +22,9 @@ from baton.node.executor import Executor, ExecutorInfo
 from baton.node.heartbeat import HeartbeatThread, Vitals
 from baton.node.loop import EngineLoop
 from baton.node.records import NodeObserver, folder_for_dumps
-from baton.node.router_channel import RouterStanding
 from baton.node.scheduling.block_pool import BlockPool
 from baton.node.scheduling.scheduler import NodeLimits, Scheduler
-from baton.node.sockets import EngineSockets
+from baton.node.sockets import EngineSockets, RouterStanding
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, InvariantBroken, NodeError
 from baton.protocol.ids import Epoch, NodeId

@@ -15,7 +15,7 @@ import msgspec
 from aiohttp import web
 
 from baton.node.heartbeat import Vitals
-from baton.node.router_channel import RouterStanding
+from baton.node.sockets import RouterStanding
 from baton.protocol.errors import ConfigError
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import NodeInfo, Role

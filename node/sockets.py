@@ -4,8 +4,10 @@ Hello and Ready are sent again in every new session of a channel, so a router th
 memory. Only `wait` blocks.
 """
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import assert_never
+from typing import Literal, assert_never
 
 import msgspec
 
@@ -17,8 +19,7 @@ from baton.kv_transfer.interfaces import (
     PeerName,
     ToPeer,
 )
-from baton.node.router_channel import RouterChannel, RouterStanding
-from baton.node.scheduling.outputs import Origin
+from baton.node.scheduling.plan import Origin
 from baton.protocol.codec import (
     NodeInbox,
     Unreadable,
@@ -33,6 +34,7 @@ from baton.protocol.messages import (
     NodeInfo,
     PeerHello,
     PeerMessage,
+    Peers,
     Ready,
     Refused,
     ToNode,
@@ -42,6 +44,7 @@ from baton.runtime.channels.dialer import Dialer, Disconnected
 from baton.runtime.channels.listener import Channels, Listener
 from baton.runtime.clock import Clock, monotonic
 from baton.runtime.log import logger
+from baton.runtime.process import Backoff
 
 
 class FromRouter(msgspec.Struct, frozen=True):
@@ -61,8 +64,16 @@ LinkEvent = FromRouter | RouterLost | FromPeer | PeerLost
 # How long a process that ends because of an error waits for its routers to confirm it.
 CRASHED_S = 1.0
 CRASHED_POLL_S = 0.05
+# How long a node that was refused waits before it asks again.
+FIRST_WAIT_S = 0.5
+LONGEST_WAIT_S = 10.0
+# How long a ready node waits for a router's answer before it introduces itself again.
+JOINING_S = 2.0
+# The number of failed handshakes in a row after which a node reports that a router refuses its key.
+# A single one may fail because a router ends.
+REFUSALS_TO_LOG = 3
 
-log = logger("sockets")
+log = logger("node")
 
 
 @dataclass(slots=True)
@@ -116,7 +127,7 @@ class EngineSockets:
         for router in self._routers:
             router.ready(Ready(info))
 
-    def standings(self) -> tuple[RouterStanding, ...]:
+    def standings(self) -> "tuple[RouterStanding, ...]":
         """Return what each router makes of this node. Any thread may call this."""
         return tuple(router.standing() for router in self._routers)
 
@@ -274,3 +285,110 @@ def _has_answered(
         if isinstance(message, Cancel) and message.keys == crashed.keys:
             return True
     return False
+
+
+RegistrationState = Literal[
+    "absent", "joining", "in service", "out of service", "refused"
+]
+
+
+class RouterStanding(msgspec.Struct, frozen=True):
+    """A node's standing at one router. A silent router is `absent`, or `joining` if connected."""
+
+    router: str  # its endpoint
+    state: RegistrationState
+    reason: str = ""
+
+
+class RouterChannel:
+    """A node's channel to one router. The node introduces itself in every new session.
+
+    It does so again while the router gives no answer. If the router refuses the node, which may be
+    over when nodes or routers change, the node asks again after growing pauses.
+    """
+
+    def __init__(
+        self, dialer: Dialer[ToRouter, ToNode | Unreadable], hello: Hello, clock: Clock
+    ) -> None:
+        self.dialer = dialer
+        self._hello = hello
+        self._clock = clock
+        self._ready: Ready | None = None
+        # The answer in this session. It is frozen: replacing it is atomic, and one thread writes.
+        self._answer: RouterStanding | None = None
+        self._backoff: Backoff | None = None  # while the router refuses the node
+        self._ask_at_s = math.inf
+        self._has_logged = False  # that the router refuses the node's key
+        dialer.send(hello)
+
+    def ready(self, ready: Ready) -> None:
+        self._ready = ready
+        self.dialer.send(ready)
+        self._ask_at_s = self._clock() + JOINING_S
+
+    def receive(self) -> Iterator[ToNode | Unreadable | Disconnected]:
+        while (message := self.dialer.receive()) is not None:
+            self._note(message)
+            yield message
+        if self.dialer.connected:
+            self._has_logged = False
+        elif self._is_key_refused and not self._has_logged:
+            self._has_logged = True
+            log.error(
+                "the router refused this node's key, or the node has no key",
+                router=self.dialer.endpoint,
+                hint="keys.file must name a copy of the router's key, or neither side may have one",
+            )
+        if self._clock() >= self._ask_at_s:
+            self._ask_again()
+
+    def standing(self) -> RouterStanding:
+        """Return what the router makes of this node. Any thread may call this."""
+        router = self.dialer.endpoint
+        if self.dialer.connected:
+            return self._answer or RouterStanding(router, "joining")
+        is_refused = self._is_key_refused
+        reason = "it refuses this node's key" if is_refused else "it cannot be reached"
+        return RouterStanding(router, "absent", reason)
+
+    @property
+    def _is_key_refused(self) -> bool:
+        return self.dialer.refusals >= REFUSALS_TO_LOG
+
+    def _introduce(self) -> None:
+        self.dialer.send(self._hello)
+        self._ask_at_s = math.inf  # a router answers a node that is ready
+        if self._ready is not None:
+            self.ready(self._ready)
+
+    def _ask_again(self) -> None:
+        if self.dialer.connected:
+            self._introduce()
+        else:  # the last introduction still waits for the router
+            self._ask_at_s = self._clock() + JOINING_S
+
+    def _note(self, message: ToNode | Unreadable | Disconnected) -> None:
+        router = self.dialer.endpoint
+        if isinstance(message, Disconnected):
+            self._answer = None
+            self._introduce()
+        elif isinstance(message, Refused) and self._ready is not None:
+            reason = message.failure.message
+            self._answer = RouterStanding(router, "refused", reason)
+            if self._backoff is None:
+                self._backoff = Backoff(FIRST_WAIT_S, LONGEST_WAIT_S)
+                log.warning(
+                    "the router refused this node, which asks again from time to time",
+                    router=router,
+                    reason=reason,
+                )
+            self._ask_at_s = self._clock() + self._backoff.after(0.0)
+        elif isinstance(message, Peers):
+            state: RegistrationState = (
+                "out of service" if message.out_of_service else "in service"
+            )
+            self._answer = RouterStanding(router, state, message.out_of_service)
+            self._ask_at_s = math.inf
+            if self._backoff is not None:
+                self._backoff = None
+                log.info("the router took this node in", router=router)

@@ -25,8 +25,14 @@ from baton.kv_transfer.interfaces import (
     TierOpened,
 )
 from baton.node.scheduling.block_pool import BlockPool
-from baton.node.scheduling.outputs import NO_ROUTER, Origin, Outputs
-from baton.node.scheduling.plan import Slice, StepPlan, StepResult
+from baton.node.scheduling.plan import (
+    NO_ROUTER,
+    Origin,
+    Outputs,
+    Slice,
+    StepPlan,
+    StepResult,
+)
 from baton.node.scheduling.pooling import pooled_numbers, pooled_with
 from baton.node.scheduling.request import Request, Sequence
 from baton.node.scheduling.requests import Requests

@@ -1,14 +1,17 @@
-"""What one step computes and what it returns: the language between scheduler and executor.
+"""What a scheduler says: steps to its executor, and messages to routers and to the connector.
 
 A plan is host-only data and is sent to worker processes as msgpack. A decode step is a slice of
 length one; a chunk of a prompt is a longer slice; one plan mixes both. A plan contains everything
 that a cost model needs.
 """
 
+from dataclasses import dataclass, field
+
 import msgspec
 
+from baton.kv_transfer.interfaces import ConnectorEvent
 from baton.protocol.ids import Key
-from baton.protocol.messages import TokenLogprobs
+from baton.protocol.messages import TokenEntry, TokenLogprobs, Tokens, ToRouter
 from baton.protocol.pooling import Pooling
 from baton.protocol.sampling import Sampling
 
@@ -112,3 +115,49 @@ class StepResult(msgspec.Struct, frozen=True):
     prompt_logprobs: tuple[tuple[int, bytes], ...] = ()
     pooled: tuple[tuple[int, bytes], ...] = ()
     drafts: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+
+# The loop's number of the router that sent a request, which says nothing else to a scheduler.
+Origin = int
+# Stands for a router that is gone; messages to it are dropped.
+NO_ROUTER: Origin = -1
+
+
+@dataclass(slots=True)
+class Outputs:
+    """The messages to routers and to the connector, until the loop takes them."""
+
+    to_routers: list[tuple[Origin, ToRouter]] = field(default_factory=list)
+    to_connector: list[ConnectorEvent] = field(default_factory=list)
+    _entries: dict[Origin, list[TokenEntry]] = field(default_factory=dict)
+
+    def send(self, origin: Origin, message: ToRouter) -> None:
+        if origin != NO_ROUTER:
+            self.flush(origin)
+            self.to_routers.append((origin, message))
+
+    def emit(self, origin: Origin, entry: TokenEntry) -> None:
+        """Add tokens. All tokens of one step for one router leave in one message."""
+        if origin != NO_ROUTER:
+            self._entries.setdefault(origin, []).append(entry)
+
+    def flush(self, origin: Origin) -> None:
+        if entries := self._entries.pop(origin, None):
+            self.to_routers.append((origin, Tokens(entries)))
+
+    def drop(self, origin: Origin) -> None:
+        """Forget what is queued for a router whose session ended; the next one must not get it."""
+        self._entries.pop(origin, None)
+        self.to_routers = [queued for queued in self.to_routers if queued[0] != origin]
+
+    def take_router_messages(self) -> list[tuple[Origin, ToRouter]]:
+        for origin in list(self._entries):
+            self.flush(origin)
+        taken = self.to_routers
+        self.to_routers = []
+        return taken
+
+    def take_connector_events(self) -> list[ConnectorEvent]:
+        taken = self.to_connector
+        self.to_connector = []
+        return taken

@@ -17,7 +17,7 @@ from baton.kv_transfer.interfaces import (
     ReceiveEnded,
 )
 from baton.node.scheduling.block_pool import BlockPool
-from baton.node.scheduling.outputs import NO_ROUTER, Origin, Outputs
+from baton.node.scheduling.plan import NO_ROUTER, Origin, Outputs
 from baton.protocol.blocks import BlockHash, pack_hashes, unpack_hashes
 from baton.protocol.errors import Failure, Overloaded
 from baton.protocol.messages import Offered, Prefetch, Prefetched

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
 
-from baton.node.scheduling.outputs import Origin
+from baton.node.scheduling.plan import Origin
 from baton.protocol.blocks import BlockHash, pack_keys
 from baton.protocol.ids import MAX_KEYS
 from baton.protocol.messages import CacheChanges, TierName

@@ -20,7 +20,7 @@ from baton.kv_transfer.interfaces import (
     TierPart,
 )
 from baton.node.scheduling.block_pool import BlockPool
-from baton.node.scheduling.outputs import Outputs
+from baton.node.scheduling.plan import Outputs
 from baton.node.scheduling.tiers import Tiers
 from baton.protocol.blocks import MIN_READ_TOKENS, BlockHash, unpack_hashes
 from baton.protocol.errors import TransferError

@@ -16,7 +16,7 @@ from baton.kv_transfer.interfaces import (
     TierPart,
 )
 from baton.node.scheduling.block_pool import BlockPool
-from baton.node.scheduling.outputs import Outputs
+from baton.node.scheduling.plan import Outputs
 from baton.node.scheduling.prefix_reads import MAX_READ_BLOCKS, PrefixCosts
 from baton.node.scheduling.request import PrefixRead, Request, Sequence
 from baton.node.scheduling.tiers import FASTEST_FIRST, Tiers

@@ -11,8 +11,7 @@ from itertools import zip_longest
 import msgspec
 
 from baton.node.scheduling.block_pool import BlockPool
-from baton.node.scheduling.outputs import Origin
-from baton.node.scheduling.plan import NOT_FINITE, Slice
+from baton.node.scheduling.plan import NOT_FINITE, Origin, Slice
 from baton.node.scheduling.scheduler import NodeLimits
 from baton.protocol.blocks import BlockHash, block_hashes
 from baton.protocol.errors import Failure, RequestError

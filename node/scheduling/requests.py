@@ -5,7 +5,8 @@ blocks are reserved in full before its first chunk, so a prompt that has started
 blocks. Blocks are given back when no step, read or peer needs them.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from bisect import insort
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from baton.kv_transfer.interfaces import (
     Abandon,
@@ -17,16 +18,15 @@ from baton.kv_transfer.interfaces import (
 )
 from baton.node.scheduling.block_pool import BlockPool
 from baton.node.scheduling.checkpoints import StepCopies, reserve
-from baton.node.scheduling.outputs import Origin, Outputs
-from baton.node.scheduling.plan import Slice, StepPlan, StepResult
+from baton.node.scheduling.plan import Origin, Outputs, Slice, StepPlan, StepResult
 from baton.node.scheduling.prefetches import Prefetches
 from baton.node.scheduling.prefix_reads import PrefixOffers
 from baton.node.scheduling.prompt_reads import PrefixReads
 from baton.node.scheduling.request import Request, Sequence, no_token
 from baton.node.scheduling.scheduler import NodeLimits, problem_of
 from baton.node.scheduling.tiers import TierReport, Tiers
-from baton.node.scheduling.waiting import WaitingLine
 from baton.protocol.codec import MalformedMessage
+from baton.protocol.config import SchedulingPolicy
 from baton.protocol.errors import Cancelled, Failure
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.messages import (
@@ -324,3 +324,41 @@ class Requests:
             self.release_if_idle(request)
         elif not goes_on:
             self.fail(request, report.failure)
+
+
+Order = Callable[[Request], tuple[float, ...]]
+
+# Which request gets blocks next, and which gives way: lower keys come first, and of requests with
+# equal keys, the one that came first.
+ORDERS: Mapping[SchedulingPolicy, Order] = {
+    "fcfs": lambda _: (),
+    "priority": lambda request: (request.sampling.priority, request.arrived_s),
+}
+
+
+class WaitingLine:
+    """The requests that wait for blocks, in the order in which they should get them."""
+
+    def __init__(self, policy: SchedulingPolicy) -> None:
+        self._order = ORDERS[policy]
+        self._requests: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def add(self, now_s: float, request: Request) -> None:
+        request.queued_s = now_s
+        insort(self._requests, request, key=self._order)
+
+    def discard(self, request: Request) -> None:
+        """Remove a request, if it waits."""
+        if request in self._requests:
+            self._requests.remove(request)
+
+    def last_of(self, running: Iterable[Sequence]) -> Sequence:
+        """Return which of these sequences, in order of joining, gives its blocks up for others."""
+        latest_first = reversed(list(running))
+        return max(latest_first, key=lambda sequence: self._order(sequence.request))

@@ -12,8 +12,7 @@ import msgspec
 
 from baton.kv_transfer.interfaces import ConnectorReport
 from baton.node.scheduling.block_pool import BlockPool
-from baton.node.scheduling.outputs import Origin, Outputs
-from baton.node.scheduling.plan import StepPlan, StepResult
+from baton.node.scheduling.plan import Origin, Outputs, StepPlan, StepResult
 from baton.node.scheduling.prefetches import Prefetches
 from baton.node.scheduling.tiers import Tiers
 from baton.protocol.adapters import shown_lora

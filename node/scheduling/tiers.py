@@ -23,7 +23,7 @@ from baton.kv_transfer.interfaces import (
     TierPart,
 )
 from baton.node.scheduling.block_pool import BlockPool
-from baton.node.scheduling.outputs import Origin, Outputs
+from baton.node.scheduling.plan import Origin, Outputs
 from baton.node.scheduling.prefix_cache import CacheJournal
 from baton.protocol.blocks import NO_HASH, BlockHash, pack_hashes, unpack_hashes
 from baton.protocol.errors import Cancelled, Failure

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton.node.heartbeat import HeartbeatThread, Vitals
 from baton.node.node_http import DEAD_S, MAX_CONNECTIONS, NodeHttp
-from baton.node.router_channel import RouterStanding
+from baton.node.sockets import RouterStanding
 from baton.protocol.errors import ConfigError
 from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import Heartbeat, Load, Starting, Totals

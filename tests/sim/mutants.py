@@ -28,19 +28,17 @@ from baton.kv_transfer.interfaces import (
 from baton.kv_transfer.receive import KVReceive
 from baton.kv_transfer.stores import FolderStore
 from baton.node import loop
-from baton.node import router_channel as registration
 from baton.node import sockets as node_sockets
+from baton.node import sockets as registration
 from baton.node.loop import EngineLoop
-from baton.node.router_channel import RouterChannel
 from baton.node.scheduling.block_pool import BlockPool
-from baton.node.scheduling.outputs import Outputs
-from baton.node.scheduling.plan import Slice, StepResult
+from baton.node.scheduling.plan import Outputs, Slice, StepResult
 from baton.node.scheduling.prefetches import Prefetches, _Read
 from baton.node.scheduling.prefix_reads import PrefixCosts, PrefixOffers
 from baton.node.scheduling.prompt_reads import PrefixReads
 from baton.node.scheduling.request import Request, Sequence
 from baton.node.scheduling.tiers import TierIndex, Tiers
-from baton.node.sockets import EngineSockets, PeerName
+from baton.node.sockets import EngineSockets, PeerName, RouterChannel
 from baton.protocol.errors import Failure, NodeError
 from baton.protocol.messages import NodeInfo, Offered
 from baton.router.core import node_link, registry

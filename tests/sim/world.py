@@ -19,8 +19,8 @@ from typing import Any
 from unittest import mock
 
 from baton.kv_transfer.stores import FolderStore
-from baton.node.router_channel import LONGEST_WAIT_S
 from baton.node.scheduling import prefix_reads
+from baton.node.sockets import LONGEST_WAIT_S
 from baton.protocol.config import EngineConfig, TransferConfig
 from baton.protocol.ids import Key
 from baton.protocol.messages import PROTOCOL_VERSION

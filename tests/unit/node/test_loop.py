@@ -29,8 +29,7 @@ from baton.node.loop import (
 )
 from baton.node.records import NodeObserver
 from baton.node.scheduling.block_pool import BlockPool
-from baton.node.scheduling.outputs import Origin
-from baton.node.scheduling.plan import Slice, StepPlan, StepResult
+from baton.node.scheduling.plan import Origin, Slice, StepPlan, StepResult
 from baton.node.scheduling.scheduler import NodeLimits
 from baton.node.sockets import FromRouter, LinkEvent, RouterLost
 from baton.protocol.config import LogConfig, TransferConfig

@@ -17,7 +17,7 @@ from baton.kv_transfer.interfaces import (
 from baton.node.hand_over import MAX_UNANSWERED, CacheHandOver
 from baton.node.scheduling import prefetches
 from baton.node.scheduling.block_pool import BlockPool
-from baton.node.scheduling.outputs import Outputs
+from baton.node.scheduling.plan import Outputs
 from baton.node.scheduling.tiers import Tiers
 from baton.protocol.blocks import BlockHash, block_hashes, pack_hashes, unpack_hashes
 from baton.protocol.errors import Failure

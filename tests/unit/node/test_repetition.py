@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from baton.node.scheduling.outputs import NO_ROUTER
+from baton.node.scheduling.plan import NO_ROUTER
 from baton.node.scheduling.request import Request
 from baton.node.scheduling.scheduler import NodeLimits
 from baton.protocol.errors import RequestError

@@ -10,13 +10,8 @@ import pytest
 import zmq
 
 from baton.kv_transfer.interfaces import DialPeer, DropPeer, FromPeer, ToPeer
-from baton.node.router_channel import (
-    FIRST_S,
-    JOINING_S,
-    LONGEST_S,
-    RouterWatch,
-)
-from baton.node.sockets import EngineSockets, FromRouter, LinkEvent
+from baton.node.heartbeat import FIRST_LOGGED_S, LONGEST_UNLOGGED_S, RouterWatch
+from baton.node.sockets import JOINING_S, EngineSockets, FromRouter, LinkEvent
 from baton.protocol.codec import to_node_codec, to_router_codec
 from baton.protocol.errors import Failure, NodeError
 from baton.protocol.ids import Epoch, NodeId
@@ -257,16 +252,16 @@ def test_a_router_that_does_not_answer_is_told_of_after_5_s_and_then_ever_more_r
             clock.advance(0.5)
 
     line = "waiting for router tcp://front:5570: nothing answers there"
-    assert said(FIRST_S - 0.5) == []
+    assert said(FIRST_LOGGED_S - 0.5) == []
     assert said(0.5) == [line]
-    assert said(3600.0).count(line) <= 3600.0 / LONGEST_S + 3
+    assert said(3600.0).count(line) <= 3600.0 / LONGEST_UNLOGGED_S + 3
     link.is_resolved = False
-    assert said(LONGEST_S) == [
+    assert said(LONGEST_UNLOGGED_S) == [
         "waiting for router tcp://front:5570: name does not resolve"
     ]
     link.connected = True
     assert said() == ["found the router"]
     link.connected = False
-    assert said(FIRST_S - 0.5) == []  # a router that restarts is back by then
+    assert said(FIRST_LOGGED_S - 0.5) == []  # a router that restarts is back by then
     link.connected = True
     assert said() == []
