@@ -6,7 +6,7 @@ samples only when the page is asked for. The metrics of a node are the same on a
 on its own.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, TypeVar
 
@@ -43,20 +43,39 @@ class Family(msgspec.Struct, frozen=True):
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
 
+MAX_NEW = 4096  # values that wait in a histogram until they are counted together
+
+
 class Histogram:
-    __slots__ = ("bounds", "counts", "total")
+    """Values by their bounds. Of very many, each is appended to `new`, which costs the least."""
+
+    __slots__ = ("bounds", "counts", "new", "total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
         self.counts = [0] * (len(self.bounds) + 1)
         self.total = 0.0
+        self.new: list[float] = []  # not counted yet
 
     def observe(self, value: float) -> None:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
+    def count_new(self) -> None:
+        """Count what is in `new`. Whoever appends calls this for every `MAX_NEW` values."""
+        values = sorted(self.new)
+        self.new.clear()
+        self.total += sum(values)
+        num_below = 0
+        for index, bound in enumerate(self.bounds):
+            num_counted = num_below
+            num_below = bisect_right(values, bound, num_counted)
+            self.counts[index] += num_below - num_counted
+        self.counts[-1] += len(values) - num_below
+
     def buckets(self) -> list[tuple[str, float]]:
         """Return the cumulative counts with their bounds, as Prometheus writes them."""
+        self.count_new()
         found = []
         so_far = 0
         for bound, count in zip(
@@ -103,7 +122,8 @@ class Page(Collector):
             texts = (*self._texts, *labels)
             if isinstance(value, Histogram):
                 assert isinstance(metric, HistogramMetricFamily)
-                metric.add_metric(texts, value.buckets(), value.total)
+                buckets = value.buckets()
+                metric.add_metric(texts, buckets, value.total)
             else:
                 assert isinstance(metric, CounterMetricFamily | GaugeMetricFamily)
                 metric.add_metric(texts, value)

@@ -82,6 +82,7 @@ class Connection(web.RequestHandler, asyncio.BufferedProtocol):
         "_room",
         "_timer",
         "is_spare",
+        "is_writable",
         "num_body_bytes",
     )
 
@@ -107,7 +108,8 @@ class Connection(web.RequestHandler, asyncio.BufferedProtocol):
         self.is_spare = False
         self._num_left = 0  # bytes that the client had not taken at the last check
         self._timer: asyncio.TimerHandle | None = None
-        self._room: asyncio.Future[None] | None = None  # exists while output piles up
+        self.is_writable = True  # the client reads as fast as its output is made
+        self._room: asyncio.Future[None] | None = None  # exists while it does not
         self._content: StreamReader | None = None  # the body of the latest request
         self._is_busy = False  # with a request
         self._is_chunked = False  # the body
@@ -243,17 +245,13 @@ class Connection(web.RequestHandler, asyncio.BufferedProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self.is_writable = False
         self._room = asyncio.get_running_loop().create_future()
         self._check_later()
 
     def resume_writing(self) -> None:
         self._end_wait()
         super().resume_writing()
-
-    @property
-    def is_writable(self) -> bool:
-        """Whether the client reads as fast as its output is made."""
-        return self._room is None
 
     async def has_room(self) -> None:
         """Wait until the client has taken most of its output. One that takes too long is cut off.
@@ -285,6 +283,7 @@ class Connection(web.RequestHandler, asyncio.BufferedProtocol):
         if self._room is not None and not self._room.done():
             self._room.set_result(None)
         self._timer = self._room = None
+        self.is_writable = True
 
     def began(self) -> None:
         """Note that a whole request has arrived, so this connection need not make room."""

@@ -16,7 +16,7 @@ from baton.router.http.api.openai_chunks import (
     clamped_to,
 )
 from baton.router.http.api.schema import ParsedRequest
-from baton.router.http.api.sse import Encoder, EventStream
+from baton.router.http.api.sse import DeltaCounter, Encoder, EventStream
 from baton.router.http.errors import blaming
 from baton.router.http.metrics import HttpMetrics
 from baton.router.http.request_log import Running
@@ -140,10 +140,10 @@ class Delivery:
 
     def _sink(self, encoder: Encoder, offset: int) -> Sink:
         """Return the sink of a stream whose choices come behind `offset` others."""
-        came_s: dict[int, float] = {}
+        counter = DeltaCounter(self._metrics)
 
         def take(delta: CompletionOutput) -> None:
-            self._metrics.delivered(delta, came_s)
+            counter.note(delta)
             delta.index += offset
             encoder.take(delta)
 

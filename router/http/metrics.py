@@ -8,14 +8,13 @@ place of `vllm:`.
 import re
 from collections import Counter
 from collections.abc import Iterable
-from time import monotonic
 from typing import get_args
 
 from baton.protocol.errors import BatonError
 from baton.protocol.messages import FinishReason
 from baton.router.core.health import Health, ServedModel
 from baton.router.http.errors import RETRY_STATUSES
-from baton.router.outputs import CompletionOutput, RequestMetrics
+from baton.router.outputs import RequestMetrics
 from baton.runtime.metrics import Family, Histogram, Page, add_nodes
 
 # From a prompt of a few tokens up to a long one that waits in a queue.
@@ -415,15 +414,6 @@ class HttpMetrics:
                 return OTHER_CODES
             self._field_names.add(name)
         return name
-
-    def delivered(self, delta: CompletionOutput, came_s: dict[int, float]) -> None:
-        """Count a delta of a response, which keeps in `came_s` when each choice had its last."""
-        self.num_output_tokens += len(delta.token_ids)
-        now_s = monotonic()
-        last_s = came_s.get(delta.index)
-        if last_s is not None:
-            self.token_gaps.observe(now_s - last_s)
-        came_s[delta.index] = now_s
 
     def ended(self, metrics: RequestMetrics, outcome: str, num_choices: int) -> None:
         """Count the end of one request of the router; an HTTP request has one per prompt."""

@@ -7,6 +7,7 @@ slowly, deltas are merged per choice, and the response's task writes them when t
 import asyncio
 from collections.abc import Mapping, Sequence
 from functools import partial
+from time import monotonic
 from typing import Protocol
 
 from aiohttp import web
@@ -17,6 +18,7 @@ from baton.router.core.stream import RequestStream, Sink
 from baton.router.http.connections import connection_of
 from baton.router.http.metrics import HttpMetrics
 from baton.router.outputs import CompletionOutput, Merged, RequestMetrics
+from baton.runtime.metrics import MAX_NEW
 
 # What any response to a request must have, besides its own headers.
 EXTRA_HEADERS = web.RequestKey("extra_headers", dict[str, str])
@@ -45,12 +47,35 @@ class Encoder(Protocol):
         """Return the body of a complete response."""
 
 
+class DeltaCounter:
+    """Counts the tokens of one response, and the seconds between the deltas of each choice."""
+
+    __slots__ = ("_came_s", "_gaps", "_metrics")
+
+    def __init__(self, metrics: HttpMetrics) -> None:
+        self._metrics = metrics
+        self._gaps = metrics.token_gaps
+        self._came_s: dict[int, float] = {}  # when the last delta of each choice came
+
+    def note(self, delta: CompletionOutput) -> None:
+        """Count a delta that has just come."""
+        self._metrics.num_output_tokens += len(delta.token_ids)
+        now_s = monotonic()
+        last_s = self._came_s.get(delta.index)
+        self._came_s[delta.index] = now_s
+        if last_s is not None:
+            new = self._gaps.new
+            new.append(now_s - last_s)
+            if len(new) >= MAX_NEW:
+                self._gaps.count_new()
+
+
 class EventStream:
     """Call `open`, then `relay` or `sink` and `finish`, and `close` however it ended."""
 
     __slots__ = (
-        "_came_s",
         "_connection",
+        "_counter",
         "_encoder",
         "_has_ids",
         "_held",
@@ -84,7 +109,7 @@ class EventStream:
         self._silence_s = silence_s
         self._unwritten: list[bytes] = []
         self._num_bytes = 0  # of `_unwritten`
-        self._came_s: dict[int, float] = {}  # when the last delta of each choice came
+        self._counter = DeltaCounter(metrics)
         self._held: Merged | None = None  # deltas for a client that reads too slowly
         self._num_left = 0  # streams that have not ended
         self._is_over = False
@@ -166,7 +191,7 @@ class EventStream:
         if self._is_over:  # another prompt of the request has failed
             return
         delta.index += offset
-        self._metrics.delivered(delta, self._came_s)
+        self._counter.note(delta)
         if self._held is None and self._num_bytes < FULL_BYTES:
             self._send(delta)
         else:

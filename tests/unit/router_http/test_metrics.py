@@ -1,5 +1,7 @@
 """What the router counts, as Prometheus reads it."""
 
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.protocol.errors import NodeError
@@ -7,9 +9,10 @@ from baton.protocol.ids import NodeId
 from baton.protocol.messages import Load, Totals
 from baton.router.core.health import Health, ServedModel
 from baton.router.core.pair_health import PairTransfers
+from baton.router.http.api.sse import DeltaCounter
 from baton.router.http.metrics import MAX_CODES, ROUTER_FAMILIES, HttpMetrics, StatsLine
 from baton.router.outputs import CompletionOutput, RequestMetrics
-from baton.runtime.metrics import NODE_FAMILIES, LostNode, NodeHealth
+from baton.runtime.metrics import NODE_FAMILIES, Histogram, LostNode, NodeHealth
 
 MODEL = ServedModel("tiny", "/tiny", "m", "l", 256, 400, 16, dtype="bfloat16")
 D0 = NodeHealth(
@@ -84,11 +87,23 @@ def test_counters_of_losses_and_refusals_exist_before_the_first_one():
 
 def test_the_gaps_between_the_deltas_of_a_choice_are_observed():
     metrics = HttpMetrics("tiny")
-    came_s: dict[int, float] = {}
+    counter = DeltaCounter(metrics)
     for choice in (0, 1, 0, 0):
-        metrics.delivered(CompletionOutput(choice, "a", [5, 6]), came_s)
-    assert sum(metrics.token_gaps.counts) == 2
+        counter.note(CompletionOutput(choice, "a", [5, 6]))
     assert metrics.num_output_tokens == 8
+    health = Health("ready", (), 0, 0)
+    assert value(metrics, health, "baton_inter_token_latency_seconds_count") == 2
+
+
+@given(st.lists(st.sampled_from([0.0, 1.0, 2.0, 2.5, 3.0, 7.0]), max_size=20))
+def test_values_that_are_counted_together_are_counted_as_each_alone(values):
+    alone = Histogram([1.0, 2.0, 3.0])
+    together = Histogram([1.0, 2.0, 3.0])
+    for number in values:
+        alone.observe(number)
+        together.new.append(number)
+    assert together.buckets() == alone.buckets()
+    assert together.total == alone.total
 
 
 def test_an_idle_router_has_no_line_of_stats():
