@@ -354,7 +354,6 @@ class Request:
             Deliver(choice.index, fresh, finish_reason, logprobs[num_known:])
         )
         if finish_reason is not None:
-            choice.finish_reason = finish_reason
             self._end_choice(choice, by_router=False)
 
     def _on_failed(self, node: NodeId, key: Key, failure: Failure) -> None:

@@ -490,7 +490,6 @@ class Choice:
     num_losses: int = 0  # attempts in a row without progress
     # All tokens that the caller has got.
     output: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
 
 
 def kills_nodes(num_nodes: int) -> Failure:
