@@ -1,10 +1,11 @@
 """Encode and decode messages, with one typed decoder per channel and direction.
 
-Sizes are checked before anything is allocated. A reader counts malformed messages, drops them and
-logs some of them; they never end a process. A node answers a malformed request if it can read the
-request's key.
+Channels bound the size of a message before anything is allocated. A reader counts malformed
+messages, drops them and logs some of them; they never end a process. A node answers a malformed
+request if it can read the request's key.
 """
 
+from collections.abc import Callable
 from typing import Generic, Literal, TypeVar
 
 import msgspec
@@ -18,28 +19,23 @@ MAX_MESSAGE_BYTES = 16 << 20
 T = TypeVar("T")
 
 
+# What `decode` raises for bytes that are no message of the union.
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
 class MalformedMessage(BatonError):
     code = "malformed_message"
 
 
 class Codec(Generic[T]):
+    """The library's functions for the messages of one union."""
+
     def __init__(self, union: type[T]) -> None:
-        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(union)
-        self._encoder = msgspec.msgpack.Encoder()
-
-    def encode(self, message: T) -> bytes:
-        return self._encoder.encode(message)
-
-    def decode(self, data: bytes | memoryview) -> T:
-        """Return the message. Raises `MalformedMessage` unless `data` is one of the union."""
-        if len(data) > MAX_MESSAGE_BYTES:
-            raise MalformedMessage(
-                f"message of {len(data)} bytes exceeds {MAX_MESSAGE_BYTES}"
-            )
-        try:
-            return self._decoder.decode(data)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise MalformedMessage(str(error)) from error
+        self.encode: Callable[[T], bytes] = msgspec.msgpack.Encoder().encode
+        # Raises one of `UNREADABLE`.
+        self.decode: Callable[[bytes | memoryview], T] = msgspec.msgpack.Decoder(
+            union
+        ).decode
 
 
 class Unreadable(msgspec.Struct, frozen=True, tag=True):
@@ -61,17 +57,19 @@ class NodeInbox(Codec[ToNode | Unreadable]):
 
     def __init__(self) -> None:
         super().__init__(ToNode)  # type: ignore[arg-type]
+        self._decode = self.decode
+        self.decode = self._decode_or_refuse
         self._requests = msgspec.msgpack.Decoder(_Keyed)
 
-    def decode(self, data: bytes | memoryview) -> ToNode | Unreadable:
+    def _decode_or_refuse(self, data: bytes | memoryview) -> ToNode | Unreadable:
         try:
-            return super().decode(data)
-        except MalformedMessage as error:
+            return self._decode(data)
+        except UNREADABLE as error:
             try:
                 key = self._requests.decode(data).key
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            except UNREADABLE:
                 raise error from None
-            return Unreadable(key, error.to_failure())
+            return Unreadable(key, MalformedMessage(str(error)).to_failure())
 
 
 def to_node_codec() -> Codec[ToNode]:

@@ -14,7 +14,12 @@ import msgspec
 
 from baton.node.executor import AdapterLoad, AdapterOutcome, ExecutorInfo
 from baton.node.scheduling.plan import StepPlan, StepResult
-from baton.protocol.codec import MAX_MESSAGE_BYTES, Codec, MalformedMessage
+from baton.protocol.codec import (
+    MAX_MESSAGE_BYTES,
+    UNREADABLE,
+    Codec,
+    MalformedMessage,
+)
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import Failure
 from baton.protocol.ids import Epoch
@@ -175,6 +180,9 @@ class MessageSocket(Generic[T]):
         end = LENGTH_BYTES + int.from_bytes(self._in[:LENGTH_BYTES], "big")
         if len(self._in) < end:
             return None
-        message = self._codec.decode(bytes(self._in[LENGTH_BYTES:end]))
+        try:
+            message = self._codec.decode(bytes(self._in[LENGTH_BYTES:end]))
+        except UNREADABLE as error:
+            raise MalformedMessage(str(error)) from error
         del self._in[:end]
         return message

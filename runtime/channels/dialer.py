@@ -14,7 +14,7 @@ from typing import Generic, TypeVar, assert_never
 import msgspec
 import zmq
 
-from baton.protocol.codec import Codec, MalformedMessage
+from baton.protocol.codec import UNREADABLE, Codec
 from baton.protocol.errors import ConfigError, NodeError
 from baton.runtime.channels.endpoint import Endpoint, parse_endpoint
 from baton.runtime.channels.keys import NO_KEYS, Keys
@@ -183,8 +183,8 @@ class Dialer(Generic[Out, In]):
             case Verdict.NEXT:
                 try:
                     return self._decode(payload)
-                except MalformedMessage as error:
-                    self._wire.drop(error.message)
+                except UNREADABLE as error:
+                    self._wire.drop(str(error))
             case Verdict.GAP:
                 self._lost = "messages were lost"
             case Verdict.RESET:

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar, assert_never
 import msgspec
 import zmq
 
-from baton.protocol.codec import Codec, MalformedMessage
+from baton.protocol.codec import UNREADABLE, Codec
 from baton.runtime.channels.dialer import Dialer
 from baton.runtime.channels.endpoint import parse_endpoint
 from baton.runtime.channels.keys import NO_KEYS, Keys
@@ -249,8 +249,8 @@ class Listener(Generic[Out, In]):
                 assert_never(verdict)
         try:
             message = self._decode(payload)
-        except MalformedMessage as error:
-            self._wire.drop(error.message)
+        except UNREADABLE as error:
+            self._wire.drop(str(error))
         else:
             self._events.append(Received(peer, message))
 
