@@ -9,7 +9,7 @@ import msgspec
 from baton.protocol.errors import Failure
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import FinishReason, StageTimes
-from baton.router.core.request import Attempt, Selection, ServedBy
+from baton.router.core.request import Attempt, ServedBy
 
 StopReason = str | int | None
 # As clients get it; nodes only know `FinishReason`.
@@ -145,14 +145,14 @@ class RequestMetrics:
         if len(self.attempts) > MAX_ATTEMPTS_KEPT:
             del self.attempts[1]
 
-    def placed(self, attempt: Attempt, selected: Selection) -> None:
+    def placed(self, attempt: Attempt) -> None:
         """Record the nodes of an attempt, which has got them."""
         if self.num_attempts == 0:
             self.router_queue_s = attempt.placed_at_s or 0.0
         self.num_attempts = max(self.num_attempts, attempt.key.attempt + 1)
-        self.path = selected.path
-        self.local_fallback = selected.is_fallback
-        self.num_predicted_tokens = selected.num_cached_tokens
+        self.path = attempt.path
+        self.local_fallback = attempt.is_fallback
+        self.num_predicted_tokens = attempt.num_cached_tokens
 
     def timed(self, times: StageTimes, *, of_prompt: bool) -> None:
         """Add what one node measured. Over resumes, stages add up."""

@@ -34,7 +34,7 @@ from baton.protocol.messages import (
 from baton.router.core.cache_index import CacheIndex
 from baton.router.core.policy import CheapestPair
 from baton.router.core.registry import Registry
-from baton.router.core.request import Selection
+from baton.router.core.request import Attempt
 
 BLOCK_SIZE = 16
 PAGE_BYTES = 4096
@@ -97,8 +97,8 @@ def decisions_us(
     taken: list[float] = []
     for number in range(num):
         key = Key(RequestId(f"r{number}"))
-        attempt = Selection(
-            key, num_tokens, 1, True, num_tokens + 256, block_keys=block_keys
+        attempt = Attempt(
+            key, (0,), num_tokens, True, num_tokens + 256, block_keys=block_keys
         )
         began_s = time.thread_time()
         selected = policy.choose(0.0, registry, attempt)

@@ -31,7 +31,7 @@ from baton.protocol.sampling import (
 )
 from baton.router.core.policy import CheapestPair
 from baton.router.core.registry import Registry
-from baton.router.core.request import ANYONE, Selection, Tenant
+from baton.router.core.request import ANYONE, Attempt, Tenant
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 MAX_RETRY_AFTER_S = 60.0
@@ -81,7 +81,7 @@ class Share:
 
     tenant: Tenant
     due: float  # the virtual time of its next attempt
-    attempts: dict[Key, Selection] = field(default_factory=dict)
+    attempts: dict[Key, Attempt] = field(default_factory=dict)
     num_tokens: int = 0  # of their prompts
 
     def fill(self, max_queued: int, num_more: int = 0, more_tokens: int = 0) -> float:
@@ -103,23 +103,23 @@ class FairQueue:
 
     def __init__(self) -> None:
         # Of all, in the order of their arrival.
-        self.attempts: dict[Key, Selection] = {}
+        self.attempts: dict[Key, Attempt] = {}
         self._shares: dict[str, Share] = {}
         self._virtual = 0.0  # when the last attempt that got nodes was due
 
-    def add(self, selection: Selection) -> None:
-        share = self._shares.get(selection.tenant.name)
+    def add(self, attempt: Attempt) -> None:
+        share = self._shares.get(attempt.tenant.name)
         if share is None:
             self._forget_idle()
-            share = self._shares[selection.tenant.name] = Share(
-                selection.tenant, self._virtual
+            share = self._shares[attempt.tenant.name] = Share(
+                attempt.tenant, self._virtual
             )
         if not share.attempts:
             share.due = max(share.due, self._virtual)
-        share.attempts[selection.key] = self.attempts[selection.key] = selection
-        share.num_tokens += selection.num_tokens
+        share.attempts[attempt.key] = self.attempts[attempt.key] = attempt
+        share.num_tokens += attempt.num_tokens
 
-    def pop(self, key: Key, default: None = None) -> Selection | None:
+    def pop(self, key: Key, default: None = None) -> Attempt | None:
         waiting = self.attempts.pop(key, default)
         if waiting is not None:
             share = self._shares[waiting.tenant.name]
@@ -145,7 +145,7 @@ class FairQueue:
             self._virtual = max(self._virtual, share.due)
             share.due += waiting.work
 
-    def in_turn(self, blocked: Container[str]) -> Iterator[Selection]:
+    def in_turn(self, blocked: Container[str]) -> Iterator[Attempt]:
         """Yield the attempts as they are due, without those of `blocked` tenants.
 
         Attempts may leave, and tenants may be blocked meanwhile.
@@ -247,8 +247,8 @@ class Admission:
         self._policy = policy
         self._inflight: dict[RequestId, Tenant] = {}
         self._presence = Presence()
-        self._resumes: dict[Key, Selection] = {}
-        self._again: dict[Key, Selection] = {}
+        self._resumes: dict[Key, Attempt] = {}
+        self._again: dict[Key, Attempt] = {}
         self._fair = FairQueue()
         self._new = self._fair.attempts
         self._queues = (self._resumes, self._again, self._new)
@@ -334,18 +334,18 @@ class Admission:
         waited_s = now_s - next(iter(self._new.values())).since_s if self._new else 0.0
         return float(min(max(round(waited_s), 1), MAX_RETRY_AFTER_S))
 
-    def wait(self, now_s: float, selection: Selection) -> None:
+    def wait(self, now_s: float, attempt: Attempt) -> None:
         """Put an attempt at the end of its queue."""
-        selection.since_s = now_s
-        if selection.is_resume:
-            self._resumes[selection.key] = selection
-        elif selection.key.request_id in self._inflight:
-            self._again[selection.key] = selection
+        attempt.since_s = now_s
+        if attempt.is_resume:
+            self._resumes[attempt.key] = attempt
+        elif attempt.key.request_id in self._inflight:
+            self._again[attempt.key] = attempt
         else:
-            selection.work = self._policy.work_of(selection) / selection.tenant.weight
-            self._fair.add(selection)
-            self._presence.came(now_s, selection.tenant)
-        self._num_tokens += selection.num_tokens
+            attempt.work = self._policy.work_of(attempt) / attempt.tenant.weight
+            self._fair.add(attempt)
+            self._presence.came(now_s, attempt.tenant)
+        self._num_tokens += attempt.num_tokens
         self._num_changes += 1
 
     def leave(self, key: Key) -> None:
@@ -355,7 +355,7 @@ class Admission:
             if (waiting := pop(key, None)) is not None:
                 self._num_tokens -= waiting.num_tokens
 
-    def take(self, now_s: float) -> Iterator[Selection]:
+    def take(self, now_s: float) -> Iterator[Attempt]:
         """Yield the nodes of attempts.
 
         The caller calls `selected` and reserves the load of an attempt before it takes the next.
@@ -371,39 +371,43 @@ class Admission:
             selected = self._policy.choose(
                 now_s, self._registry, waiting, kept, leaves_room=leaves_room
             )
+            avoids = now_s < waiting.avoid_until_s and waiting.goes_to(waiting.avoid)
+            if selected is not None and not selected.full and not avoids:
+                yield selected
+                continue
+            waiting.forget_nodes()
             if selected is None:
                 waiting.unplaceable_at = self._registry.version
                 waiting.waits_for = self._absent(waiting)
-            elif now_s < waiting.avoid_until_s and selected.goes_to(waiting.avoid):
+                continue
+            if avoids:
                 waiting.waits_for = frozenset()  # the next look finds it again
-            elif not selected.full:
-                yield selected
-            else:
-                nodes = map(self._registry.node, selected.full)
-                waiting.waits_for = frozenset(
-                    node.role for node in nodes if node is not None
-                )
-                if leaves_room:
-                    blocked.add(waiting.tenant.name)
-                    continue
-                num_passed += 1
-                if now_s - waiting.since_s >= MAX_PASSED_S:
-                    kept.update(selected.full)
-                if num_passed > MAX_PASSED:
-                    break
+                continue
+            nodes = map(self._registry.node, selected.full)
+            waiting.waits_for = frozenset(
+                node.role for node in nodes if node is not None
+            )
+            if leaves_room:
+                blocked.add(waiting.tenant.name)
+                continue
+            num_passed += 1
+            if now_s - waiting.since_s >= MAX_PASSED_S:
+                kept.update(selected.full)
+            if num_passed > MAX_PASSED:
+                break
         self._looked_at = self._news()
         self._looked_s = now_s
 
-    def _absent(self, selection: Selection) -> frozenset[Role]:
+    def _absent(self, attempt: Attempt) -> frozenset[Role]:
         """Return the roles that have no node in service and are needed."""
         needed: tuple[Role, ...] = (
             ROLES if self._config.local_prefill == "never" else ("decode",)
         )
-        if selection.is_pooled:
+        if attempt.is_pooled:
             needed = ("prefill",)
         return frozenset(role for role in needed if not self._registry.in_service(role))
 
-    def _in_order(self, blocked: Container[str]) -> Iterator[Selection]:
+    def _in_order(self, blocked: Container[str]) -> Iterator[Attempt]:
         """Yield the attempts that may get nodes. They may leave meanwhile."""
         for queue in (self._resumes, self._again):
             for key in tuple(queue):
@@ -433,7 +437,7 @@ class Admission:
 
     def take_overdue(self, now_s: float) -> list[tuple[Key, Failure]]:
         """Remove the attempts that have waited too long, and return each with the reason."""
-        late: list[Selection] = []
+        late: list[Attempt] = []
         for queue in self._queues:
             max_wait_s = self._config.max_queued_s
             if queue is self._resumes:
@@ -447,7 +451,7 @@ class Admission:
             self.leave(key)
         return failures
 
-    def _late(self, now_s: float, waiting: Selection) -> Failure:
+    def _late(self, now_s: float, waiting: Attempt) -> Failure:
         """Return why an attempt waits no longer."""
         code = "no_nodes"
         text = "no node that is in service can take this request"

@@ -55,11 +55,12 @@ from baton.router.core.request import (
     NodeLost,
     NodeProcess,
     NodesNotSelected,
+    NodesSelected,
     Outcome,
     Release,
     RequestCommand,
     RequestEvent,
-    Selection,
+    SelectNodes,
     Send,
     Tenant,
     Tick,
@@ -152,8 +153,8 @@ class Request:
             case Begun():
                 self._began_s = now_s
                 self._open_attempt(self.choices)
-            case Selection():
-                self._on_selected(event)
+            case NodesSelected(attempt=selected):
+                self._on_selected(selected)
             case NodesNotSelected(key=key, failure=failure):
                 if (attempt := self._attempt_of(key, AttemptState.WAITING)) is not None:
                     self._leave_quietly(attempt)
@@ -499,31 +500,17 @@ class Request:
     def _open_attempt(self, choices: Sequence[Choice]) -> None:
         """Open an attempt and ask for its nodes. Choices share one only while none has output."""
         first = choices[0]
-        num_tokens, indices = (
-            self._num_tokens(first),
-            tuple(choice.index for choice in choices),
-        )
-        attempt = Attempt(
-            Key(self.request_id, first.index, first.number), indices, num_tokens
-        )
-        attempt.open = set(indices)
-        attempt.asked_at_s = self._now_s - self._began_s
-        self.metrics.begin(attempt)
-        for choice in choices:
-            choice.attempt = attempt
-        self._attempts.append(attempt)
-        avoid = frozenset(
-            one for one, at_s in self._avoided.items() if self._now_s < at_s
-        )
         max_tokens = self.sampling.max_tokens
         lora = self.sampling.lora
-        selection = Selection(
-            attempt.key,
-            num_tokens,
-            len(indices),
+        attempt = Attempt(
+            Key(self.request_id, first.index, first.number),
+            tuple(choice.index for choice in choices),
+            self._num_tokens(first),
             wants_decode=max_tokens - len(first.output) > 1,
             num_final_tokens=len(self.token_ids) + max_tokens,
-            avoid=avoid,
+            avoid=frozenset(
+                one for one, at_s in self._avoided.items() if self._now_s < at_s
+            ),
             avoid_until_s=self._now_s + PAUSE_S if first.num_losses > 1 else 0.0,
             is_resume=bool(first.output),
             is_suspect=self._num_crashes > 0,
@@ -533,35 +520,25 @@ class Request:
             block_keys=self.block_keys,
             tenant=self.tenant,
         )
-        self._out.append(selection)
+        attempt.open = set(attempt.choices)
+        attempt.asked_at_s = self._now_s - self._began_s
+        self.metrics.begin(attempt)
+        for choice in choices:
+            choice.attempt = attempt
+        self._attempts.append(attempt)
+        self._out.append(SelectNodes(attempt))
 
-    def _on_selected(self, selected: Selection) -> None:
-        nodes = {
-            node
-            for node in (selected.prefill_node, selected.decode_node)
-            if node is not None
-        }
-        attempt = self._attempt_of(selected.key, AttemptState.WAITING)
+    def _on_selected(self, attempt: Attempt) -> None:
+        nodes = set(attempt.epochs)
         # The attempt was given up while its nodes were being chosen.
-        if attempt is None:
-            self._out.extend(Release(node, selected.key) for node in sorted(nodes))
+        if attempt.state is not AttemptState.WAITING:
+            self._out.extend(Release(node, attempt.key) for node in sorted(nodes))
             return
-        attempt.state, attempt.heard_s, attempt.reserved = (
-            AttemptState.LIVE,
-            self._now_s,
-            nodes,
-        )
-        attempt.prefill_node, attempt.decode_node = (
-            selected.prefill_node,
-            selected.decode_node,
-        )
-        attempt.epochs, attempt.max_uncached_tokens = (
-            selected.epochs,
-            selected.max_uncached_tokens,
-        )
-        attempt.prefix_node = selected.prefix_node
+        attempt.state = AttemptState.LIVE
+        attempt.heard_s = self._now_s
+        attempt.reserved = nodes
         attempt.placed_at_s = self._now_s - self._began_s
-        self.metrics.placed(attempt, selected)
+        self.metrics.placed(attempt)
         output = self.choices[attempt.choices[0]].output
         sampling = self.sampling
         if sampling.prompt_logprobs is not None and not self._num_prompt_bytes:
@@ -639,6 +616,7 @@ class Request:
         attempt.state = AttemptState.CLOSED
         attempt.early.clear()
         attempt.prompt_rows.clear()
+        attempt.block_keys = ()  # metrics keep the attempt for longer
         self._out.extend(attempt.releases(attempt.reserved))
         self._attempts.remove(attempt)
 

@@ -25,7 +25,7 @@ from baton.router.core.ranking import (
     best_pair,
 )
 from baton.router.core.registry import Node, Registry
-from baton.router.core.request import Selection
+from baton.router.core.request import Attempt
 
 # The assumed length of a response before any has ended, and the weight of the newest one.
 FIRST_OUTPUT_TOKENS = 256.0
@@ -59,58 +59,52 @@ class CheapestPair:
         """Note the length of one choice of a response."""
         self._output_tokens += OUTPUT_WEIGHT * (num_output_tokens - self._output_tokens)
 
-    def work_of(self, selection: Selection) -> int:
+    def work_of(self, attempt: Attempt) -> int:
         """Return the tokens that an attempt will probably compute: its prompt and its output."""
-        likely = _likely_tokens(selection, math.ceil(self._output_tokens))
-        return selection.num_tokens + selection.num_choices * (
-            likely - selection.num_tokens
-        )
+        likely = _likely_tokens(attempt, math.ceil(self._output_tokens))
+        return attempt.num_tokens + attempt.num_choices * (likely - attempt.num_tokens)
 
     def choose(
         self,
         now_s: float,
         registry: Registry,
-        selection: Selection,
+        attempt: Attempt,
         kept: Collection[NodeId] = (),
         *,
         leaves_room: bool = False,
-    ) -> Selection | None:
+    ) -> Attempt | None:
         """Set the nodes of an attempt and return it, or None if no node in service can take it.
 
         Nodes that are `kept` for other attempts count as full. So do, for an attempt that
         `leaves_room`, nodes that have just enough of it for the attempts of others.
         """
         growth = math.ceil(self._output_tokens)
-        search = _PairSearch(registry, selection, growth, kept, leaves_room=leaves_room)
+        search = _PairSearch(registry, attempt, growth, kept, leaves_room=leaves_room)
         # Most nodes have room, and checking takes long. A choice with room is the best in any case.
-        selected = self._choose(now_s, search, selection)
+        selected = self._choose(now_s, search, attempt)
         if selected is None or not selected.full:
             return selected
         search.checks_room = True
-        return self._choose(now_s, search, selection)
+        return self._choose(now_s, search, attempt)
 
     def _choose(
-        self, now_s: float, search: "_PairSearch", selection: Selection
-    ) -> Selection | None:
-        if selection.is_pooled:
+        self, now_s: float, search: "_PairSearch", attempt: Attempt
+    ) -> Attempt | None:
+        if attempt.is_pooled:
             prefills = search.prefills()
             return search.selected(prefills.best(), None) if prefills else None
         if self._mode == "always":
             return search.local(search.able_decodes())
         # Decode nodes that may compute it, as they lack little of it.
         near = NO_NODES
-        if (
-            self._mode == "auto"
-            and selection.wants_decode
-            and not selection.is_remote_only
-        ):
-            near = search.able_decodes(selection.num_tokens - self._local_tokens)
+        if self._mode == "auto" and attempt.wants_decode and not attempt.is_remote_only:
+            near = search.able_decodes(attempt.num_tokens - self._local_tokens)
         max_uncached = MISPREDICTION * self._local_tokens
         # If all decode nodes may compute it, a handoff of such a short prompt can only cost more.
-        if near and selection.num_tokens <= min(self._local_tokens, HANDOFF_TOKENS):
+        if near and attempt.num_tokens <= min(self._local_tokens, HANDOFF_TOKENS):
             return search.local(near, max_uncached=max_uncached)
         prefills = search.prefills()
-        if not selection.wants_decode and prefills:
+        if not attempt.wants_decode and prefills:
             return search.selected(prefills.best(), None)
         pair = search.cheapest_pair(now_s, prefills)
         if near and (pair is None or near.best_rank() <= pair.rank):
@@ -128,33 +122,33 @@ class _PairSearch:
     def __init__(
         self,
         registry: Registry,
-        selection: Selection,
+        attempt: Attempt,
         growth: int,
         kept: Collection[NodeId],
         *,
         leaves_room: bool,
     ) -> None:
         self._registry = registry
-        self._selection = selection
+        self._attempt = attempt
         self._kept = kept
         self._leaves_room = leaves_room
         self.checks_room = False  # whether full nodes rank behind the others
-        self._likely_tokens = _likely_tokens(selection, growth)
+        self._likely_tokens = _likely_tokens(attempt, growth)
         # Another sequence in the batch delays each step by about the time of a prompt token.
-        self._slot_tokens = max(1, self._likely_tokens - selection.num_tokens)
+        self._slot_tokens = max(1, self._likely_tokens - attempt.num_tokens)
         model = registry.model
         size = self._block_size = 1 if model is None else model.layout.block_size
         self._state_blocks = 0 if model is None else model.layout.state_blocks
-        self._likely_blocks = self._blocks(self._likely_tokens, selection.num_choices)
+        self._likely_blocks = self._blocks(self._likely_tokens, attempt.num_choices)
         self._held: dict[NodeId, int] = {}
         self._cached: dict[NodeId, int] = {}
         # The last token is always computed, for its logits.
-        most = (selection.num_tokens - 1) // size * size
+        most = (attempt.num_tokens - 1) // size * size
         self._lenders: list[Node] = []  # decode nodes with most of the prompt
         self._readable = 0  # tokens, from each of these
         # What one of these tokens costs them to load from their tiers.
         self._lender_read = 0.0
-        for num_blocks, nodes in registry.caches.held(selection.block_keys).items():
+        for num_blocks, nodes in registry.caches.held(attempt.block_keys).items():
             self._held.update(dict.fromkeys(nodes, num_blocks * size))
             self._cached.update(dict.fromkeys(nodes, min(num_blocks * size, most)))
             self._lend(nodes, min(num_blocks * size, most), 0.0)
@@ -163,7 +157,7 @@ class _PairSearch:
         # About how many tokens of the prompt each node need not compute.
         self._known: dict[NodeId, float] = dict(self._held)
         for name, index in registry.tiers.items():
-            for num_blocks, nodes in index.held(selection.block_keys).items():
+            for num_blocks, nodes in index.held(attempt.block_keys).items():
                 self._save(nodes, min(num_blocks * size, most), TIER_READS[name])
                 self._lend(nodes, min(num_blocks * size, most), TIER_READS[name])
 
@@ -188,9 +182,7 @@ class _PairSearch:
 
     def prefills(self) -> Ranking:
         """Return the prefill nodes that could hold the prompt if they were empty."""
-        nodes = self._large_enough(
-            "prefill", self._blocks(self._selection.num_tokens, 1)
-        )
+        nodes = self._large_enough("prefill", self._blocks(self._attempt.num_tokens, 1))
         waits = list(map(_num_tokens, nodes))
         if not self._lenders or self._readable < MIN_READ_TOKENS:
             return self._ranking(nodes, waits, self._saved)
@@ -272,7 +264,7 @@ class _PairSearch:
     ) -> Ranking:
         """Return the decode nodes if each token that they lack costs `read`."""
         num_blocks = self._blocks(
-            self._selection.num_final_tokens, self._selection.num_choices
+            self._attempt.num_final_tokens, self._attempt.num_choices
         )
         nodes = self._large_enough("decode", num_blocks)
         if least_held > 0:
@@ -285,7 +277,7 @@ class _PairSearch:
     def _large_enough(self, role: Role, num_blocks: int) -> list[Node]:
         """Return the nodes in service that have the adapter and at least that many blocks."""
         nodes = self._registry.in_service(role)
-        if lora := self._selection.lora:
+        if lora := self._attempt.lora:
             nodes = [node for node in nodes if lora in node.loras]
         if num_blocks <= self._registry.smallest_pool(role):
             return nodes
@@ -304,8 +296,8 @@ class _PairSearch:
         `has` names the nodes that have other tokens of the prompt than all others. No attempt
         shares a node with a suspect while there is another node.
         """
-        avoid = self._selection.avoid
-        num_tokens = self._selection.num_tokens
+        avoid = self._attempt.avoid
+        num_tokens = self._attempt.num_tokens
         checks_room = self.checks_room
         if has:
             costs = [
@@ -371,7 +363,7 @@ class _PairSearch:
         *,
         is_fallback: bool = False,
         max_uncached: int | None = None,
-    ) -> Selection | None:
+    ) -> Attempt | None:
         """Select the best of these nodes, to compute the prompt itself."""
         if not candidates:
             return None
@@ -387,8 +379,8 @@ class _PairSearch:
         *,
         is_fallback: bool = False,
         max_uncached: int | None = None,
-    ) -> Selection:
-        selection = self._selection
+    ) -> Attempt:
+        attempt = self._attempt
         nodes = [node for node in (prefill, decode) if node is not None]
         num_read = 0
         num_uncached = 0
@@ -398,27 +390,27 @@ class _PairSearch:
                 lender = self._lender(prefill, decode)
             num_cached = self._cached.get(prefill.node_id, 0) + num_read
             num_cached = max(num_cached, round(self._saved.get(prefill.node_id, 0)))
-            num_uncached = selection.num_tokens - num_cached
+            num_uncached = attempt.num_tokens - num_cached
         num_blocks = 0
         if decode is not None:
-            num_blocks = _likely_blocks(decode, selection, self._likely_tokens)
-        selection.prefill_node = None if prefill is None else prefill.node_id
-        selection.decode_node = None if decode is None else decode.node_id
-        selection.epochs = {node.node_id: node.epoch for node in nodes}
-        selection.max_uncached_tokens = max_uncached
-        selection.prefix_node = None if lender is None else lender.node_id
-        selection.num_uncached_tokens = num_uncached
-        selection.num_decode_blocks = num_blocks
-        selection.is_fallback = is_fallback
-        selection.full = tuple(
+            num_blocks = _likely_blocks(decode, attempt, self._likely_tokens)
+        attempt.prefill_node = None if prefill is None else prefill.node_id
+        attempt.decode_node = None if decode is None else decode.node_id
+        attempt.epochs = {node.node_id: node.epoch for node in nodes}
+        attempt.max_uncached_tokens = max_uncached
+        attempt.prefix_node = None if lender is None else lender.node_id
+        attempt.num_uncached_tokens = num_uncached
+        attempt.num_decode_blocks = num_blocks
+        attempt.is_fallback = is_fallback
+        attempt.full = tuple(
             [node.node_id for node in nodes if not self._has_room(node)]
         )
         num_cached = self._cached.get(nodes[0].node_id, 0)
-        selection.num_cached_tokens = num_cached + num_read
-        return selection
+        attempt.num_cached_tokens = num_cached + num_read
+        return attempt
 
     def _blocks(self, num_final_tokens: int, num_choices: int) -> int:
-        num_tokens = self._selection.num_tokens
+        num_tokens = self._attempt.num_tokens
         return blocks_needed(
             self._block_size,
             num_tokens,
@@ -428,19 +420,19 @@ class _PairSearch:
         )
 
 
-def _likely_tokens(selection: Selection, growth: int) -> int:
-    return min(selection.num_final_tokens, selection.num_tokens + growth)
+def _likely_tokens(attempt: Attempt, growth: int) -> int:
+    return min(attempt.num_final_tokens, attempt.num_tokens + growth)
 
 
-def _likely_blocks(node: Node, selection: Selection, likely_tokens: int) -> int:
+def _likely_blocks(node: Node, attempt: Attempt, likely_tokens: int) -> int:
     """Return how many blocks of a decode node an attempt will probably take."""
     assert node.info is not None
     layout = node.info.layout
     num_blocks = blocks_needed(
         layout.block_size,
-        selection.num_tokens,
+        attempt.num_tokens,
         likely_tokens,
-        selection.num_choices,
+        attempt.num_choices,
         layout.state_blocks,
     )
     # Many choices start one by one, so they need not wait for an empty node.

@@ -31,7 +31,7 @@ from baton.protocol.messages import (
 from baton.router.core.lifecycle import Request
 from baton.router.core.policy import MAX_LENDERS
 from baton.router.core.registry import Node, Registry
-from baton.router.core.request import Selection
+from baton.router.core.request import Attempt
 
 LATE_S = 1.0  # after the end of a read, for the reply
 MAX_ASKED = 1024  # reads that have no reply yet
@@ -81,7 +81,7 @@ class Prefetches:
         )
         self._ask(asked, hashes, message.idle_s, message.timeout_s)
 
-    def placed(self, now_s: float, selected: Selection, request: Request) -> None:
+    def placed(self, now_s: float, selected: Attempt, request: Request) -> None:
         """Let a second prefill node read the prefix of a request if many requests have it."""
         model = self._registry.model
         if selected.prefill_node is None or not request.block_keys or model is None:

@@ -32,7 +32,7 @@ from baton.protocol.messages import (
 from baton.protocol.pairing import pair_problem
 from baton.router.core.cache_index import CacheIndex
 from baton.router.core.pair_health import Hosts, Pairs, hosts_of
-from baton.router.core.request import DRAINING, NodeProcess, Selection
+from baton.router.core.request import DRAINING, Attempt, NodeProcess
 from baton.runtime.metrics import LostNode, NodeState
 
 
@@ -112,7 +112,7 @@ class Node:
     totals: Totals = NO_TOTALS
     step_age_s: float = 0.0
     state: NodeState = "starting"
-    reserved: dict[Key, Selection] = field(default_factory=dict)
+    reserved: dict[Key, Attempt] = field(default_factory=dict)
     # The load of these.
     num_tokens: int = 0
     num_sequences: int = 0
@@ -181,7 +181,7 @@ class Node:
         slots = (len(self.reserved) + self.num_foreign) / info.facts.step.num_slots
         return max(slots, self.num_blocks / info.num_blocks) / SURPLUS
 
-    def reserve(self, selected: Selection) -> None:
+    def reserve(self, selected: Attempt) -> None:
         """Add the load of an attempt to this node."""
         key = selected.key
         assert key not in self.reserved, f"{key} has load reserved at {self.node_id}"
@@ -195,7 +195,7 @@ class Node:
             self._add(selected, -1)
         return selected is not None
 
-    def _add(self, selected: Selection, sign: int) -> None:
+    def _add(self, selected: Attempt, sign: int) -> None:
         self.num_suspects += sign * selected.is_suspect
         if self.role == "prefill":
             self.num_tokens += sign * selected.num_uncached_tokens
@@ -497,12 +497,12 @@ class Registry:
             for key in [key for key in node.reserved if key.request_id == request_id]:
                 self.release(node.node_id, key)
 
-    def reserve(self, selected: Selection) -> None:
+    def reserve(self, selected: Attempt) -> None:
         """Add the load of an attempt to its nodes."""
         for node_id in selected.epochs:
             self._nodes[node_id].reserve(selected)
 
-    def note_pair(self, selected: Selection) -> None:
+    def note_pair(self, selected: Attempt) -> None:
         """Note that an attempt was given to a pair, whose handoff will show whether it works."""
         if selected.prefill_node is not None and selected.decode_node is not None:
             prefill = self._nodes[selected.prefill_node]

@@ -81,64 +81,10 @@ class Begun(msgspec.Struct, frozen=True):
     """The request has been accepted. This is its first event."""
 
 
-class Selection(msgspec.Struct):
-    """The nodes of one attempt: what they are selected by, then which they are, and its load there.
+class NodesSelected(msgspec.Struct, frozen=True):
+    """An attempt has got its nodes, where its load is reserved."""
 
-    As a command it asks for nodes and for the reservation of its load, and it comes back as an
-    event once it has them. Otherwise `NodesNotSelected` follows. After `CancelSelection`, neither
-    may come.
-    """
-
-    key: Key
-    num_tokens: int
-    num_choices: int
-    wants_decode: bool
-    num_final_tokens: int  # the greatest length that one of its sequences can reach
-    # Processes that failed this request recently.
-    avoid: frozenset[NodeProcess] = frozenset()
-    avoid_until_s: float = 0.0  # until then, it rather waits than goes to one of those
-    is_resume: bool = False  # the caller has tokens already
-    is_suspect: bool = False  # a node has died of an error in one of its steps
-    # A decode node had less of the prompt cached than expected.
-    is_remote_only: bool = False
-    is_pooled: bool = False  # no token is wanted, so a prefill node alone computes it
-    lora: str = ""  # an adapter of run time, which not all nodes may have
-    # Keys of the prompt's blocks, if caches are watched.
-    block_keys: tuple[BlockKey, ...] = ()
-    tenant: Tenant = ANYONE
-    # Those of the queue in which it waits.
-    since_s: float = 0.0  # when it began to wait
-    work: float = 1.0  # in tokens, per weight of its tenant
-    # The version of the registry at which no node could take it.
-    unplaceable_at: int = -1
-    # The roles whose nodes were full when it was looked at last; None before that.
-    waits_for: frozenset[Role] | None = None
-    # The nodes that would be best now, of which at least one is set.
-    prefill_node: NodeId | None = None
-    decode_node: NodeId | None = None
-    epochs: dict[NodeId, Epoch] = {}  # of both nodes, prefill first
-    # Tokens that decode may compute if it is alone.
-    max_uncached_tokens: int | None = None
-    # From which prefill may read its first tokens' blocks.
-    prefix_node: NodeId | None = None
-    num_uncached_tokens: int = 0  # that the prefill node will compute
-    num_decode_blocks: int = (
-        0  # that its sequences will probably take at the decode node
-    )
-    is_fallback: bool = False  # decode computes the prompt because no pair works
-    full: tuple[NodeId, ...] = ()  # those of the nodes that have no room for it now
-    # At the node that computes the prompt, as far as is known.
-    num_cached_tokens: int = 0
-
-    def goes_to(self, processes: Container[NodeProcess]) -> bool:
-        """Return whether one of the nodes is among these processes."""
-        return any(process in processes for process in self.epochs.items())
-
-    @property
-    def path(self) -> ServedBy:
-        if self.prefill_node is None:
-            return "local_prefill"
-        return "prefill_only" if self.decode_node is None else "disaggregated"
+    attempt: "Attempt"
 
 
 class NodesNotSelected(msgspec.Struct, frozen=True):
@@ -184,13 +130,22 @@ NodeMessage = (
 RequestEvent = (
     NodeMessage
     | Begun
-    | Selection
+    | NodesSelected
     | NodesNotSelected
     | NodeLost
     | ChoiceStopped
     | CallerGone
     | Tick
 )
+
+
+class SelectNodes(msgspec.Struct, frozen=True):
+    """Asks for nodes and for the reservation of an attempt's load there.
+
+    `NodesSelected` or `NodesNotSelected` follows. After `CancelSelection`, neither may come.
+    """
+
+    attempt: "Attempt"
 
 
 class CancelSelection(msgspec.Struct, frozen=True):
@@ -253,7 +208,7 @@ class Closed(msgspec.Struct, frozen=True):
 
 
 RequestCommand = (
-    Selection
+    SelectNodes
     | CancelSelection
     | Send
     | Release
@@ -312,7 +267,7 @@ class Loss:
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One attempt at choices. `open` holds the choices that still get their tokens from it.
+    """One attempt at choices: what its nodes are selected by, which they are, and how it goes.
 
     Times `..._at_s` are seconds since the arrival of its request, on the router's clock. Nodes
     measured the durations on clocks of their own.
@@ -320,15 +275,48 @@ class Attempt:
 
     key: Key  # the key of its lowest choice
     choices: tuple[int, ...]
-    # Tokens that were sent with it, which is the position of its first new token.
+    # Tokens that are sent with it, which is the position of its first new token.
     num_tokens: int
-    state: AttemptState = AttemptState.WAITING
+    # What its nodes are selected by.
+    wants_decode: bool = True
+    num_final_tokens: int = 0  # the greatest length that one of its sequences can reach
+    # Processes that failed this request recently.
+    avoid: frozenset[NodeProcess] = frozenset()
+    avoid_until_s: float = 0.0  # until then, it rather waits than goes to one of those
+    is_resume: bool = False  # the caller has tokens already
+    is_suspect: bool = False  # a node has died of an error in one of its steps
+    # A decode node had less of the prompt cached than expected.
+    is_remote_only: bool = False
+    is_pooled: bool = False  # no token is wanted, so a prefill node alone computes it
+    lora: str = ""  # an adapter of run time, which not all nodes may have
+    # Keys of the prompt's blocks, if caches are watched.
+    block_keys: tuple[BlockKey, ...] = ()
+    tenant: Tenant = ANYONE
+    # Those of the queue in which it waits.
+    since_s: float = 0.0  # when it began to wait
+    work: float = 1.0  # in tokens, per weight of its tenant
+    # The version of the registry at which no node could take it.
+    unplaceable_at: int = -1
+    # The roles whose nodes were full when it was looked at last; None before that.
+    waits_for: frozenset[Role] | None = None
+    # The nodes that are best for it, of which at least one is set, and its load there.
     prefill_node: NodeId | None = None
     decode_node: NodeId | None = None
-    epochs: dict[NodeId, Epoch] = field(default_factory=dict)  # of both
+    epochs: dict[NodeId, Epoch] = field(default_factory=dict)  # of both, prefill first
+    # Tokens that decode may compute if it is alone.
     max_uncached_tokens: int | None = None
+    # From which prefill may read its first tokens' blocks.
     prefix_node: NodeId | None = None
-    open: set[int] = field(default_factory=set)
+    num_uncached_tokens: int = 0  # that the prefill node will compute
+    num_decode_blocks: int = (
+        0  # that its sequences will probably take at the decode node
+    )
+    is_fallback: bool = False  # decode computes the prompt because no pair works
+    full: tuple[NodeId, ...] = ()  # those of the nodes that have no room for it now
+    # At the node that computes the prompt, as far as is known.
+    num_cached_tokens: int = 0
+    state: AttemptState = AttemptState.WAITING
+    open: set[int] = field(default_factory=set)  # choices that still get tokens from it
     accepted: bool = False  # decode has reserved what it needs
     streaming: bool = False  # decode has sent tokens, so it no longer needs prefill
     first_tokens: tuple[FirstToken, ...] | None = None
@@ -353,6 +341,26 @@ class Attempt:
     exposed_s: float = 0.0
     decode_queue_s: float = 0.0
     first_step_s: float = 0.0
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.choices)
+
+    @property
+    def path(self) -> ServedBy:
+        if self.prefill_node is None:
+            return "local_prefill"
+        return "prefill_only" if self.decode_node is None else "disaggregated"
+
+    def goes_to(self, processes: Container[NodeProcess]) -> bool:
+        """Return whether one of the nodes is among these processes."""
+        return any(process in processes for process in self.epochs.items())
+
+    def forget_nodes(self) -> None:
+        """Drop the nodes, which were the best for it but could not take it."""
+        self.prefill_node = None
+        self.decode_node = None
+        self.epochs = {}
 
     def timed(self, at_s: float, times: StageTimes, *, of_prompt: bool) -> None:
         """Add what one of its nodes measured. That node's first tokens came at `at_s`."""
@@ -440,7 +448,7 @@ class Attempt:
         """Return the messages that start this attempt. They are sent at the same time."""
         token_ids = [*prompt, *output]
         num_prompt = len(prompt)
-        num_choices = len(self.choices)
+        num_choices = self.num_choices
         sends: list[Send] = []
         if self.decode_node is not None:
             decode = Decode(

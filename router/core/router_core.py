@@ -76,11 +76,12 @@ from baton.router.core.request import (
     NodeLost,
     NodeMessage,
     NodesNotSelected,
+    NodesSelected,
     Outcome,
     Release,
     RequestCommand,
     RequestEvent,
-    Selection,
+    SelectNodes,
     Send,
     Tenant,
     Tick,
@@ -453,8 +454,8 @@ class RouterCore:
                 stream.push_pooled(numbers)
             case Send(node=node, message=message):
                 self._send(node, message)
-            case Selection():
-                self._queue.wait(self._now_s, command)
+            case SelectNodes(attempt=attempt):
+                self._queue.wait(self._now_s, attempt)
             case CancelSelection(key=key):
                 self._queue.leave(key)
             case Release(node=node, key=key):
@@ -485,7 +486,7 @@ class RouterCore:
             self.registry.note_pair(selected)
             self._now_s = self._clock()
             request = self._requests[selected.key.request_id]
-            self._feed(request, selected)
+            self._feed(request, NodesSelected(selected))
             self._prefetches.placed(self._now_s, selected, request)
 
     def _tick(self) -> None:

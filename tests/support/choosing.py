@@ -6,7 +6,7 @@ from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.messages import NodeInfo, Ready
 from baton.router.core.policy import CheapestPair
 from baton.router.core.registry import Registry
-from baton.router.core.request import ANYONE, NodeProcess, Selection, Tenant
+from baton.router.core.request import ANYONE, Attempt, NodeProcess, Tenant
 from tests.support.scripted_nodes import BLOCK_SIZE, hello_of, node_info
 
 PAIRS = [
@@ -34,13 +34,13 @@ def place(
     wants_decode: bool = True,
     avoid: frozenset[NodeProcess] = frozenset(),
     tenant: Tenant = ANYONE,
-) -> Selection:
+) -> Attempt:
     key = Key(RequestId(name))
     keys = prompt_keys(range(num_tokens), BLOCK_SIZE)
-    return Selection(
+    return Attempt(
         key,
+        (0,),
         num_tokens,
-        1,
         wants_decode,
         num_tokens + 10,
         avoid,
@@ -51,7 +51,7 @@ def place(
 
 def choose(
     registry: Registry,
-    attempt: Selection,
+    attempt: Attempt,
     mode: LocalPrefill = "auto",
     now_s: float = 0.0,
 ) -> tuple[str | None, str | None] | None:
@@ -70,10 +70,10 @@ def occupy(
     node = registry.node(NodeId(name))
     assert node is not None
     registry.reserve(
-        Selection(
+        Attempt(
             Key(RequestId(request)),
+            (0,),
             num_tokens,
-            1,
             True,
             num_tokens,
             epochs={node.node_id: node.epoch},

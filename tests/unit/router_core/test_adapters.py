@@ -1,11 +1,11 @@
 """Routers and nodes agree on the adapters of run time, in whatever order their messages come."""
 
 import asyncio
+import dataclasses
 import random
 from collections import deque
 from types import SimpleNamespace
 
-import msgspec
 import pytest
 
 from baton.node.adapters import AGAIN_S, AdapterSlots
@@ -314,7 +314,7 @@ async def test_routers_agree_after_any_changes_at_once(seed):
 
 def test_an_attempt_goes_only_to_nodes_that_have_its_adapter():
     registry = cluster(*PAIRS)
-    attempt = msgspec.structs.replace(place(), lora="sql=00")
+    attempt = dataclasses.replace(place(), lora="sql=00")
     assert choose(registry, attempt) is None
     registry.holds(NodeId("p1"), {"sql=00"})
     version = registry.version

@@ -1,5 +1,6 @@
 """A polite client beside a flood: the real queue, registry and policy before modelled nodes."""
 
+import dataclasses
 import itertools
 import math
 import statistics
@@ -15,7 +16,7 @@ from baton.protocol.ids import Key, NodeId
 from baton.protocol.messages import NodeFacts, NodeInfo, StepLimits
 from baton.router.core.admission import Admission
 from baton.router.core.policy import CheapestPair
-from baton.router.core.request import Selection, Tenant
+from baton.router.core.request import Attempt, Tenant
 from tests.support.choosing import cluster, place
 from tests.support.depth import nightly
 from tests.support.scripted_nodes import node_info
@@ -51,11 +52,11 @@ class Cluster:
         self.first_s: dict[Tenant, list[float]] = {FLOOD: [], POLITE: []}
         self.num_refused: dict[Tenant, int] = {FLOOD: 0, POLITE: 0}
         self._came_s: dict[Key, float] = {}
-        self._attempts: dict[Key, Selection] = {}
-        self._prompts: deque[Selection] = deque()
+        self._attempts: dict[Key, Attempt] = {}
+        self._prompts: deque[Attempt] = deque()
         self._is_computing = False
         self._free_slots = STEP.num_slots
-        self._landed: deque[Selection] = deque()
+        self._landed: deque[Attempt] = deque()
         self._events: list[tuple[float, int, str, object]] = []
         self._numbers = itertools.count()
 
@@ -73,7 +74,7 @@ class Cluster:
 
     def _sent(self, tenant: Tenant) -> None:
         attempt = place(f"r{next(self._numbers)}", PROMPT, tenant=tenant)
-        attempt = msgspec.structs.replace(
+        attempt = dataclasses.replace(
             attempt, num_final_tokens=PROMPT + OUTPUT, block_keys=()
         )
         try:
@@ -88,7 +89,7 @@ class Cluster:
         self._attempts[attempt.key] = attempt
         self.admission.wait(self.now_s, attempt)
 
-    def _prompt(self, attempt: Selection) -> None:
+    def _prompt(self, attempt: Attempt) -> None:
         self._prompts.append(attempt)
         self._step()
 
@@ -100,14 +101,14 @@ class Cluster:
         self._is_computing = True
         self.at(self.now_s + STEP_S + num * PROMPT * TOKEN_S, "computed", batch)
 
-    def _computed(self, batch: list[Selection]) -> None:
+    def _computed(self, batch: list[Attempt]) -> None:
         self._is_computing = False
         for attempt in batch:
             self.first_s[attempt.tenant].append(self.now_s - self._came_s[attempt.key])
             self.at(self.now_s + MESSAGE_S, "handed_over", attempt)
         self._step()
 
-    def _handed_over(self, attempt: Selection) -> None:
+    def _handed_over(self, attempt: Attempt) -> None:
         self.registry.release(PREFILL, attempt.key)
         self._landed.append(attempt)
         self._generate()
@@ -117,7 +118,7 @@ class Cluster:
             self._free_slots -= 1
             self.at(self.now_s + OUTPUT * OUTPUT_S, "ended", self._landed.popleft())
 
-    def _ended(self, attempt: Selection) -> None:
+    def _ended(self, attempt: Attempt) -> None:
         self._free_slots += 1
         self.registry.release(DECODE, attempt.key)
         self.admission.ended(attempt.key.request_id)

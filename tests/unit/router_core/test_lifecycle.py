@@ -30,6 +30,7 @@ from baton.router.core.request import (
     AVOID_S,
     DRAINING,
     PAUSE_S,
+    Attempt,
     Begun,
     CallerGone,
     ChoiceStopped,
@@ -40,11 +41,12 @@ from baton.router.core.request import (
     HandoffEnded,
     NodeLost,
     NodeMessage,
+    NodesSelected,
     Outcome,
     Release,
     RequestCommand,
     RequestEvent,
-    Selection,
+    SelectNodes,
     Send,
     Tick,
 )
@@ -62,20 +64,26 @@ TIMES = StageTimes(prefill_s=1.0)
 
 
 def selected(
-    selection: Selection,
+    attempt: Attempt,
     prefill: NodeId | None,
     decode: NodeId | None,
     epochs: Mapping[NodeId, Epoch] | None = None,
     max_uncached_tokens: int | None = None,
-) -> Selection:
-    """The selection as it comes back with its nodes."""
-    return msgspec.structs.replace(
-        selection,
-        prefill_node=prefill,
-        decode_node=decode,
-        epochs=dict(epochs or {}),
-        max_uncached_tokens=max_uncached_tokens,
-    )
+) -> NodesSelected:
+    """The event of an attempt that has got its nodes."""
+    known = epochs or {}
+    attempt.prefill_node = prefill
+    attempt.decode_node = decode
+    attempt.epochs = {
+        node: known.get(node, Epoch("")) for node in (prefill, decode) if node
+    }
+    attempt.max_uncached_tokens = max_uncached_tokens
+    return NodesSelected(attempt)
+
+
+def asked(commands: list[RequestCommand]) -> list[Attempt]:
+    """The attempts for which these commands ask for nodes."""
+    return [command.attempt for command in of_type(commands, SelectNodes)]
 
 
 class Driver:
@@ -97,12 +105,12 @@ class Driver:
     def place(
         self, prefill: NodeId | None = P, decode: NodeId | None = D
     ) -> list[RequestCommand]:
-        (place,) = of_type(self.step(Begun()), Selection)
+        (place,) = asked(self.step(Begun()))
         return self.step(selected(place, prefill, decode, EPOCHS))
 
     def place_again(self, commands: list[RequestCommand]) -> Key:
         """Give the one attempt that these commands ask for the same nodes again."""
-        (place,) = of_type(commands, Selection)
+        (place,) = asked(commands)
         self.step(selected(place, P, D, EPOCHS))
         return place.key
 
@@ -182,11 +190,11 @@ def test_decode_hears_of_an_end_with_the_first_token_also_when_prefill_cannot_te
 
 def test_a_prompt_that_was_not_cached_goes_elsewhere_and_nobody_is_blamed():
     drive = Driver(max_attempts=1)
-    (place,) = of_type(drive.step(Begun()), Selection)
+    (place,) = asked(drive.step(Begun()))
     sent = of_type(drive.step(selected(place, None, D, EPOCHS, 64)), Send)
     assert [send.message.max_uncached_tokens for send in sent] == [64]
     refusal = Failure(NOT_CACHED, "no", retryable=True, http_status=503)
-    (again,) = of_type(drive.says(D, Failed(KEY, refusal)), Selection)
+    (again,) = asked(drive.says(D, Failed(KEY, refusal)))
     assert (again.is_remote_only, again.avoid) == (True, frozenset())
     # A node that says so of a prompt without a bound is at fault.
     drive.step(selected(again, None, D, EPOCHS))
@@ -200,7 +208,7 @@ def test_a_gap_loses_the_attempt_and_the_choice_resumes_from_what_was_received()
     drive.place()
     drive.says(D, TokenEntry(KEY, 3, [9]))
     commands = drive.says(D, TokenEntry(KEY, 5, [7]))
-    (place,) = of_type(commands, Selection)
+    (place,) = asked(commands)
     assert (place.key, place.num_tokens, place.is_resume) == (Key(R, 0, 1), 4, True)
     assert place.avoid == {(D, EPOCHS[D])}
     assert of_type(commands, Deliver) == []
@@ -241,12 +249,12 @@ def test_after_two_losses_in_a_row_nodes_that_failed_get_time_to_come_back():
     drive.now_s = 10.0
     waits = []
     for _ in range(3):
-        (again,) = of_type(commands := drive.step(NodeLost(D, LOST)), Selection)
+        (again,) = asked(commands := drive.step(NodeLost(D, LOST)))
         waits.append(again.avoid_until_s)
         key = drive.place_again(commands)
     assert waits == [0.0, 10.0 + PAUSE_S, 10.0 + PAUSE_S]
     drive.says(D, TokenEntry(key, 3, [9, 9]))
-    (again,) = of_type(drive.step(NodeLost(D, LOST)), Selection)
+    (again,) = asked(drive.step(NodeLost(D, LOST)))
     assert again.avoid_until_s == 0.0, "it had made progress"
 
 
@@ -262,7 +270,7 @@ def test_a_request_that_kills_two_nodes_is_refused_whatever_progress_it_made():
     drive.says(D, TokenEntry(KEY, 3, [9, 9]))
     assert drive.says(D, Crashed((Key(RequestId("other")),), LOST)) == []
     assert drive.says(D, Crashed((KEY,), LOST)) == []
-    (place,) = of_type(drive.step(NodeLost(D, LOST)), Selection)
+    (place,) = asked(drive.step(NodeLost(D, LOST)))
     assert place.is_suspect
     drive.step(selected(place, P, D, EPOCHS))
     assert drive.says(D, Crashed((KEY,), LOST)) == [], "that attempt is over"
@@ -273,14 +281,14 @@ def test_a_request_that_kills_two_nodes_is_refused_whatever_progress_it_made():
         "request_kills_nodes",
         422,
     )
-    assert of_type(drive.step(NodeLost(D, LOST)), Selection) == []
+    assert asked(drive.step(NodeLost(D, LOST))) == []
 
 
 def test_a_node_that_drains_sends_an_attempt_elsewhere_at_no_cost():
     drive = Driver(max_attempts=1)
     drive.place()
     draining = Failure(DRAINING, "it is to end", retryable=True, http_status=503)
-    (place,) = of_type(drive.says(D, Failed(KEY, draining)), Selection)
+    (place,) = asked(drive.says(D, Failed(KEY, draining)))
     assert place.avoid == {(D, EPOCHS[D])}
 
 
@@ -292,7 +300,7 @@ def test_a_cancel_that_nobody_asked_for_is_a_lost_node(node):
     failure = Cancelled("the request was cancelled").to_failure()
     commands = drive.says(node, Failed(KEY, failure))
     assert of_type(commands, Outcome) == []
-    (place,) = of_type(commands, Selection)
+    (place,) = asked(commands)
     assert place.avoid == {(node, EPOCHS[node])}
 
 
@@ -306,11 +314,11 @@ def test_a_failed_handoff_is_recorded_for_the_pair_and_both_are_avoided_for_a_wh
         {REFUSED.code: 1},
         0,
     )
-    (place,) = of_type(commands, Selection)
+    (place,) = asked(commands)
     assert place.avoid == set(pair)
     drive.step(selected(place, NodeId("p2"), NodeId("d2")))
     drive.now_s = AVOID_S
-    (place,) = of_type(drive.step(NodeLost(NodeId("d2"), LOST)), Selection)
+    (place,) = asked(drive.step(NodeLost(NodeId("d2"), LOST)))
     assert place.avoid == {(NodeId("d2"), Epoch(""))}
 
 
@@ -326,7 +334,7 @@ def test_a_handoff_that_fails_after_the_first_token_is_tried_again(is_accepted):
     assert codes == {REFUSED.code: 1}
     assert drive.metrics.attempts[0].failure == REFUSED.code
     assert of_type(out, Send) == [Send(D, Cancel((KEY,)))]
-    (place,) = of_type(out, Selection)
+    (place,) = asked(out)
     assert (place.num_tokens, {node for node, _ in place.avoid}) == (
         3 + is_accepted,
         {P, D},
@@ -343,13 +351,13 @@ def test_a_request_that_no_node_has_in_progress_is_tried_again_with_other_nodes(
         assert drive.step(Tick()) == []
     drive.now_s += SILENCE_DEADLINE_S
     commands = drive.step(Tick())
-    (place,) = of_type(commands, Selection)
+    (place,) = asked(commands)
     assert place.avoid == {(P, EPOCHS[P]), (D, EPOCHS[D])}
     assert len(of_type(commands, HandoffEnded)) == 1
     drive.step(selected(place, P, D, EPOCHS))
     drive.says(D, TokenEntry(place.key, 3, [9]))
     drive.now_s += SILENCE_DEADLINE_S
-    (place,) = of_type(drive.step(Tick()), Selection)
+    (place,) = asked(drive.step(Tick()))
     assert place.is_resume
 
 
@@ -360,13 +368,9 @@ def test_a_stream_that_its_node_ended_unasked_moves_on():
     drive.says(D, TokenEntry(KEY, 3, [9]))
     drive.says(D, TokenEntry(Key(R, 1), 3, [8]))
     drive.step(ChoiceStopped(1))
-    assert of_type(drive.says(D, CancelDone((Key(R, 1),))), Selection) == [], (
-        "it was asked for"
-    )
-    assert of_type(drive.says(P, CancelDone((KEY,))), Selection) == [], (
-        "prefill is no longer needed"
-    )
-    (place,) = of_type(drive.says(D, CancelDone((KEY,))), Selection)
+    assert asked(drive.says(D, CancelDone((Key(R, 1),)))) == [], "it was asked for"
+    assert asked(drive.says(P, CancelDone((KEY,)))) == [], "prefill is no longer needed"
+    (place,) = asked(drive.says(D, CancelDone((KEY,))))
     assert (place.key, place.num_tokens) == (Key(R, 0, 1), 4)
 
 
@@ -394,7 +398,7 @@ def test_the_prompts_log_probabilities_come_once_and_before_any_token():
         Deliver(0, [7]),
     ]
     # A resume asks for no more of them.
-    (place,) = of_type(drive.step(NodeLost(D, LOST)), Selection)
+    (place,) = asked(drive.step(NodeLost(D, LOST)))
     sent = of_type(drive.step(selected(place, P, D, EPOCHS)), Send)
     assert [send.message.sampling.prompt_logprobs for send in sent] == [None, None]
     out = drive.says(D, TokenEntry(place.key, 6, [6]))
@@ -409,7 +413,7 @@ def test_a_prefill_node_that_dies_with_them_is_replaced_whatever_decode_has_sent
     out = drive.step(NodeLost(P, LOST))
     assert (drive.metrics.retry_codes, drive.metrics.num_resumes) == ({LOST.code: 1}, 0)
     assert Send(D, Cancel((KEY,))) in out
-    (place,) = of_type(out, Selection)
+    (place,) = asked(out)
     sent = of_type(drive.step(selected(place, None, D, EPOCHS)), Send)
     assert [send.message.sampling.prompt_logprobs for send in sent] == [0]
     drive.says(D, PromptLogprobs(place.key, ROWS))
@@ -428,14 +432,14 @@ def test_a_node_that_sends_too_few_of_them_loses_the_attempt(node):
     first = FirstTokens(KEY, 3, (FirstToken(9),), TIMES)
     out = drive.says(node, first if node == P else TokenEntry(KEY, 3, [9]))
     assert delivered(out) == []
-    (place,) = of_type(out, Selection)
+    (place,) = asked(out)
     assert {name for name, _ in place.avoid} == {node}
 
 
 def pooling_drive() -> Driver:
     """A request of which a prefill node alone has the prompt."""
     drive = Driver(max_tokens=1, pooling="last")
-    (place,) = of_type(drive.step(Begun()), Selection)
+    (place,) = asked(drive.step(Begun()))
     assert place.is_pooled
     assert not place.wants_decode
     (sent,) = of_type(drive.step(selected(place, P, None, EPOCHS)), Send)
@@ -463,7 +467,7 @@ def test_a_prompt_to_pool_ends_with_its_numbers():
 def test_a_prompt_to_pool_is_computed_again_if_its_node_brings_nothing(event):
     drive = pooling_drive()
     commands = drive.request.step(0.0, event, P)
-    (place,) = of_type(commands, Selection)
+    (place,) = asked(commands)
     assert (place.is_pooled, place.avoid) == (True, frozenset({(P, EPOCHS[P])}))
     assert not of_type(commands, Outcome)
     drive.step(selected(place, P, None, EPOCHS))

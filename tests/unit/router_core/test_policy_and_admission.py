@@ -1,5 +1,6 @@
 """Which nodes an attempt goes to, by load and by what is cached, and who is let in."""
 
+import dataclasses
 import itertools
 
 import msgspec
@@ -34,7 +35,7 @@ from baton.router.core.health import limits_of, nodes_health
 from baton.router.core.pair_health import FIRST_AVOID_S
 from baton.router.core.policy import FAR_READ, NEAR_READ, CheapestPair
 from baton.router.core.registry import Registry
-from baton.router.core.request import NodeProcess, Selection, Tenant
+from baton.router.core.request import Attempt, NodeProcess, Tenant
 from tests.support.choosing import PAIRS, choose, cluster, join, occupy, place
 from tests.support.scripted_nodes import BLOCK_SIZE, node_info
 
@@ -95,7 +96,7 @@ def test_a_pair_whose_handoff_failed_is_avoided_and_then_tried_by_one_attempt_at
 
 def test_nobody_shares_a_node_with_a_suspect_as_long_as_there_is_another():
     registry = cluster(*PAIRS)
-    suspect = msgspec.structs.replace(place("a", 33), is_suspect=True)
+    suspect = dataclasses.replace(place("a", 33), is_suspect=True)
     assert choose(registry, suspect) == ("p0", "d0")
     for name in "bc":
         assert choose(registry, place(name, 90)) == ("p1", "d1")
@@ -131,7 +132,7 @@ def test_short_prompts_stay_local_unless_the_setting_forbids():
 
 @pytest.mark.parametrize("mode", ["auto", "never", "always"])
 def test_a_prompt_to_pool_goes_to_a_prefill_node_alone(mode):
-    pooled = msgspec.structs.replace(place("a", 8, wants_decode=False), is_pooled=True)
+    pooled = dataclasses.replace(place("a", 8, wants_decode=False), is_pooled=True)
     assert choose(cluster(*PAIRS), pooled, mode) == ("p0", None)
     assert choose(cluster(*PAIRS[2:]), pooled, mode) is None
     assert choose(cluster(*PAIRS[:2]), place("b", 8), mode) is None
@@ -257,9 +258,9 @@ def test_resumes_go_before_retries_and_these_before_what_is_new_and_need_no_room
     for name in "abc":
         admission.wait(0.0, place(name))
     assert taken(admission) == ["a", "b"]
-    admission.wait(0.0, Selection(Key(RequestId("a"), 0, 1), 40, 1, True, 50))
+    admission.wait(0.0, Attempt(Key(RequestId("a"), 0, 1), (0,), 40, True, 50))
     admission.wait(
-        0.0, Selection(Key(RequestId("b"), 0, 1), 40, 1, True, 50, is_resume=True)
+        0.0, Attempt(Key(RequestId("b"), 0, 1), (0,), 40, True, 50, is_resume=True)
     )
     assert taken(admission) == ["b", "a"]
     admission.ended(RequestId("a"))
@@ -269,15 +270,15 @@ def test_resumes_go_before_retries_and_these_before_what_is_new_and_need_no_room
 def test_an_attempt_rather_waits_than_goes_back_at_once_to_the_nodes_that_failed_it():
     admission = queue()
     failed = frozenset(process(name) for name in ("p0", "p1", "d0"))
-    attempt = Selection(
-        Key(RequestId("a"), 0, 2), 40, 1, True, 50, avoid=failed, avoid_until_s=2.0
+    attempt = Attempt(
+        Key(RequestId("a"), 0, 2), (0,), 40, True, 50, avoid=failed, avoid_until_s=2.0
     )
     admission.wait(0.0, attempt)
     admission.wait(0.0, place("b"))
     assert taken(admission) == ["b"]
     assert list(admission.take(1.9)) == []
     assert [one.key for one in admission.take(2.2)] == [attempt.key]
-    healthy = msgspec.structs.replace(attempt, avoid=frozenset({process("p0")}))
+    healthy = dataclasses.replace(attempt, avoid=frozenset({process("p0")}))
     admission.leave(attempt.key)
     admission.wait(0.0, healthy)
     assert taken(admission) == ["a"], "another node can take it"
@@ -287,8 +288,8 @@ def test_the_queue_is_bounded_in_number_and_bytes_and_says_when_to_try_again():
     admission = queue(max_queued=2)
     # Alone, any may wait.
     admission.check_room(0.0, 2 * MAX_QUEUED_TOKENS, could_serve=False)
-    long = Selection(
-        Key(RequestId("a")), MAX_QUEUED_TOKENS, 1, True, MAX_QUEUED_TOKENS + 10
+    long = Attempt(
+        Key(RequestId("a")), (0,), MAX_QUEUED_TOKENS, True, MAX_QUEUED_TOKENS + 10
     )
     admission.wait(0.0, long)
     with pytest.raises(Overloaded, match="prompt tokens are waiting"):
@@ -383,7 +384,7 @@ def test_a_client_that_fills_the_memory_of_the_queue_gives_way_too():
     admission = queue()
     half = MAX_QUEUED_TOKENS // 2
     for name in "ab":
-        attempt = msgspec.structs.replace(place(name, tenant=FLOOD), num_tokens=half)
+        attempt = dataclasses.replace(place(name, tenant=FLOOD), num_tokens=half)
         admission.wait(0.0, attempt)
     assert len(admission.check_room(0.0, half // 4, POLITE, could_serve=True)) == 1
     with pytest.raises(Overloaded):
@@ -405,7 +406,7 @@ def test_clients_that_have_left_the_queue_are_forgotten():
 def test_each_attempt_waits_so_long_and_a_stream_that_began_longer():
     admission = queue(max_queued_s=30, max_inflight=1)
     admission.selected(Key(RequestId("s")))
-    resume = Selection(Key(RequestId("s"), 0, 1), 4000, 1, True, 5000, is_resume=True)
+    resume = Attempt(Key(RequestId("s"), 0, 1), (0,), 4000, True, 5000, is_resume=True)
     for now_s, attempt in ((0.0, place("a")), (1.0, resume), (2.0, place("b"))):
         admission.wait(now_s, attempt)
     assert taken(admission) == [], "no pool is large enough for the resume"
@@ -435,7 +436,7 @@ def small_cluster(*names: str) -> Registry:
 def full(
     registry: Registry, policy: CheapestPair, name: str, num_tokens: int = 40
 ) -> set[str]:
-    """Selection an attempt if its nodes have room for it; return those that have none."""
+    """Reserve an attempt if its nodes have room for it; return those that have none."""
     selected = policy.choose(0.0, registry, place(name, num_tokens))
     if not selected.full:
         registry.reserve(selected)
@@ -467,7 +468,7 @@ def test_a_node_without_room_is_waited_for():
 def test_a_request_leaves_room_for_as_many_tokens_as_responses_have_had():
     registry = small_cluster("p0", "d1")
     policy = CheapestPair("never", 0)
-    attempt = Selection(Key(RequestId("a")), 40, 1, True, 200)
+    attempt = Attempt(Key(RequestId("a")), (0,), 40, True, 200)
     assert policy.choose(0.0, registry, attempt) is attempt
     assert attempt.num_decode_blocks == 32
     for _ in range(100):
@@ -603,7 +604,7 @@ def test_a_prompt_stays_on_decode_if_little_of_it_is_new_there():
     # The last token is computed in any case, so one block of what is cached is of no use.
     assert selected.num_cached_tokens == 56
     assert choose(registry, place("b", 69)) == (None, "d1")
-    remote = msgspec.structs.replace(place("c", 60), is_remote_only=True)
+    remote = dataclasses.replace(place("c", 60), is_remote_only=True)
     assert choose(registry, remote) == ("p0", "d0")
     # A decode node that waits for so much less than the other is given up for.
     for number in range(20):

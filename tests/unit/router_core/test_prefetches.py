@@ -36,7 +36,7 @@ from baton.router.core.prefetches import (
     Prefetches,
 )
 from baton.router.core.registry import Registry
-from baton.router.core.request import Selection
+from baton.router.core.request import Attempt
 from tests.support.choosing import cluster
 from tests.support.scripted_nodes import BLOCK_SIZE, node_info
 
@@ -156,10 +156,10 @@ def hot(
             SAMPLING,
             block_keys=prompt_keys(tokens, BLOCK_SIZE, SAMPLING.cache_root),
         )
-        selected = Selection(
+        selected = Attempt(
             Key(request.request_id),
+            (0,),
             len(tokens),
-            1,
             True,
             len(tokens) + 8,
             prefill_node=node,
