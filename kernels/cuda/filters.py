@@ -6,9 +6,9 @@ CPU and on a GPU. Compile the kernels that call them without fusion (`enable_fp_
 
 The maxima and sums of a row's tiles alone give a lower bound of an edge: so many maxima reach it
 that the tokens above it must satisfy the filter. The few tokens that reach the bound are gathered,
-and the exact edge is found among them bit by bit, because a histogram would need atomic adds. If a
-flat distribution leaves too many tokens, the row itself is searched, which is slower and gives the
-same result.
+and the exact edge is found among them bit by bit, because a histogram would need atomic adds. Where
+a flat distribution leaves too many tokens for that, `nucleus` finds the edge of top-p; for top-k,
+the row itself is searched, which is slower and gives the same result.
 """
 
 from __future__ import annotations
@@ -81,16 +81,19 @@ def _mix(value: tl.tensor) -> tl.tensor:
 @triton.jit
 def noise(key: tl.tensor, token: tl.tensor) -> tl.tensor:
     """Return standard exponential noise: splitmix64 of the row's key and the token id."""
-    bits = (_mix(key + token.to(tl.uint64) * _GOLDEN) >> 32).to(tl.uint32)
-    # Map into (0, 1). Small values, which win, keep the full precision of a float.
-    uniform = (bits.to(tl.float32) + 0.5) * (2.0**-32)
-    return _minus_log_of_rest(
-        tl.where(uniform < _LARGEST_UNIFORM, uniform, _LARGEST_UNIFORM)
-    )
+    return minus_log_of_rest(uniform(key, token))
 
 
 @triton.jit
-def _minus_log_of_rest(x: tl.tensor) -> tl.tensor:
+def uniform(key: tl.tensor, token: tl.tensor) -> tl.tensor:
+    """Return numbers in (0, 1). Small ones, which win, keep the full precision of a float."""
+    bits = (_mix(key + token.to(tl.uint64) * _GOLDEN) >> 32).to(tl.uint32)
+    value = (bits.to(tl.float32) + 0.5) * (2.0**-32)
+    return tl.where(value < _LARGEST_UNIFORM, value, _LARGEST_UNIFORM)
+
+
+@triton.jit
+def minus_log_of_rest(x: tl.tensor) -> tl.tensor:
     """Return -log(1 - x) of numbers above 0 and below 1; small numbers keep all their bits."""
     rest = (1.0 - x).to(tl.int32, bitcast=True)
     power = (rest - _ROOT_HALF) >> 23
@@ -155,8 +158,8 @@ def bound(
     top_k: tl.tensor,
     top_p: tl.tensor,
     TILES: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Return how far below the top the kept tokens may lie, and the weight that top-p wants.
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return how far below the top kept tokens may lie, the whole weight, and what top-p wants.
 
     Distances are the bits of floats, which are integers in the same order. Within the distance lie
     as many maxima as top-k wants, or tiles that hold the weight that top-p wants. The tokens of a
@@ -174,7 +177,8 @@ def bound(
     heaviest = (weight_of(scaled, lowest) * SCALE).to(tl.int64)
     uses_sums = (tile < tiles) & (has_top_k == 0)
     sums = tl.load(tile_sums + tile, mask=uses_sums, other=0)
-    share = tl.maximum((tl.sum(sums, 0).to(tl.float64) * top_p).to(tl.int64), 1)
+    total = tl.sum(sums, 0)
+    share = tl.maximum((total.to(tl.float64) * top_p).to(tl.int64), 1)
     wanted = tl.where(has_top_k, top_k, share)
     limit = tl.full((), 0, tl.int32)
     for step in range(_COARSE_STEPS):
@@ -189,7 +193,7 @@ def bound(
         limit += tl.where(tl.sum(tl.where(within, held, 0), 0) < wanted, bit, 0)
     # Add one step and a least distance, so that no token outside has the weight of one inside.
     limit = tl.minimum(limit, _FARTHEST) + _SLACK
-    return tl.minimum(tl.maximum(limit, _CLOSEST), _FARTHEST), share
+    return tl.minimum(tl.maximum(limit, _CLOSEST), _FARTHEST), total, share
 
 
 @triton.jit
@@ -206,7 +210,10 @@ def gather(
     limit: tl.tensor,
     TILES: tl.constexpr,
 ) -> tl.tensor:
-    """Store logits and ids of the tokens within a distance, ids ascending; return the number."""
+    """Store logits and ids of the tokens within a distance, ids ascending; return the number.
+
+    If there are more than `CANDIDATES`, it stops early and returns any larger number.
+    """
     tile = tl.arange(0, TILES)
     tops = tl.load(tile_tops + tile, mask=tile < tiles, other=float("-inf"))
     within = _distance(tops, heat, highest) <= limit
@@ -214,7 +221,8 @@ def gather(
     num_lanes = tl.sum(within.to(tl.int32), 0) * WIDTH
     tl.debug_barrier()  # other threads load the places
     count = tl.full((), 0, tl.int32)
-    for start in range(0, num_lanes, STEP):
+    start = tl.full((), 0, tl.int32)
+    while (start < num_lanes) & (count <= CANDIDATES):
         lane = start + tl.arange(0, STEP)
         place = tl.load(places + lane // WIDTH, mask=lane < num_lanes, other=0)
         token = place * WIDTH + lane % WIDTH
@@ -225,7 +233,7 @@ def gather(
         tl.store(kept + target, x, mask=taken & (target < CANDIDATES))
         tl.store(kept_ids + target, token, mask=taken & (target < CANDIDATES))
         count += tl.sum(taken.to(tl.int32), 0)
-    tl.debug_barrier()  # other threads load what is kept
+        start += STEP
     return count
 
 

@@ -1,6 +1,7 @@
 """Small cases of every kernel's check, for Triton's interpreter."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -9,6 +10,8 @@ import torch
 from baton.kernels.constants import GELU_TANH, Gate
 from baton.kernels.proofs import ModelShapes
 from baton.kernels.state_layout import StateShape
+from baton.model.sampling.sampler import Sampler, SampleRow
+from baton.protocol.sampling import Sampling
 from tools.gpu.kernel_cases import (
     AttentionShape,
     IndexShape,
@@ -35,6 +38,7 @@ from tools.gpu.kernel_cases import (
     check_sampling,
     check_sparse,
     check_turn_store,
+    drawn,
 )
 
 
@@ -202,6 +206,7 @@ def interpreter_cases() -> dict[str, Callable[[], str]]:
         "sampling peaked": lambda: check_sampling(4100, 9.0, bf16, "cpu", 8),
         # More tokens than are gathered, and more wanted than there are maxima.
         "sampling flat": lambda: check_sampling(9001, 0.3, fp32, "cpu", 8),
+        "sampling flat at once": check_nucleus,
         "penalties fp32": lambda: check_penalties(1500, fp32, "cpu"),
         "penalties bf16": lambda: check_penalties(1500, bf16, "cpu"),
         "product fp32": lambda: check_fixed_product(70, 72, 65, fp32, "cpu"),
@@ -241,6 +246,41 @@ STATES = {
     "mamba": StateShape(2, 1, 1, 16, 16, 48, 4),
     "conv": StateShape(2, 0, 32, 0, 0, 32, 3),
 }
+
+
+def check_nucleus() -> str:
+    """Flat rows draw what torch draws, by one more pass and without a search of the row.
+
+    One has equal logits, one two values, one a pattern, and one is longer than the sample.
+    """
+    from baton.kernels.cuda import sampling_kernels
+
+    generator = torch.Generator().manual_seed(3)
+    noise = torch.randn(9001, generator=generator)
+    logits = torch.stack(
+        [
+            torch.zeros(9001),
+            torch.where(noise > 0.2, 1.0, 0.5),
+            torch.arange(9001) % 128 / 300,
+            noise * 0.3,
+            noise,
+        ]
+    )
+    logits[:, 5::11] = -math.inf
+    rows = [
+        SampleRow(Sampling(seed, 9, top_p=0.9 - seed / 20), 0, seed, 5)
+        for seed in range(len(logits))
+    ]
+    expected = Sampler().sample_rows(logits, rows)
+    no_ids = torch.full((len(rows), 1), -1, dtype=torch.int32)
+    search = sampling_kernels.draw
+    sampling_kernels.draw = None  # what would search a row
+    try:
+        got = drawn(logits, rows, no_ids, None)
+    finally:
+        sampling_kernels.draw = search
+    assert got == expected, f"{got} instead of {expected}"
+    return f"{len(rows)} tokens"
 
 
 def check_states(kind: str, shape: StateShape) -> str:
