@@ -19,7 +19,8 @@ from torch import Tensor
 
 from baton.kv_transfer.pools import HostPool
 from baton.model.config.decoder_config import DecoderConfig
-from baton.model.runner.rank import keep_freed_memory, load_runner, plan_rank
+from baton.model.runner.rank import keep_freed_memory, load_runner
+from baton.model.runner.rank_plan import plan_rank
 from baton.model.runner.runner import Runner
 from baton.model.tensor_parallel import SingleRank
 from baton.node.scheduling.plan import StepPlan

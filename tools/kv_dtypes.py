@@ -20,7 +20,8 @@ from torch import Tensor
 
 from baton.deploy.model_folder import CHECKPOINT
 from baton.kv_transfer.pools import HostPool
-from baton.model.runner.rank import load_runner, plan_rank
+from baton.model.runner.rank import load_runner
+from baton.model.runner.rank_plan import plan_rank
 from baton.model.runner.runner import Runner
 from baton.model.tensor_parallel import SingleRank
 from baton.node.scheduling.plan import Slice

@@ -32,7 +32,8 @@ from baton.model.executors.worker_messages import (
     ToWorker,
     WorkerFailed,
 )
-from baton.model.runner.rank import load_rank, plan_rank
+from baton.model.runner.rank import load_rank
+from baton.model.runner.rank_plan import plan_rank
 from baton.model.tensor_parallel import (
     GroupRanks,
     Ranks,

@@ -31,7 +31,7 @@ from baton.model.executors.worker_messages import (
     ToWorker,
     WorkerFailed,
 )
-from baton.model.runner.rank import plan_rank
+from baton.model.runner.rank_plan import plan_rank
 from baton.node.executor import (
     RANK_KILLED,
     AdapterLoad,

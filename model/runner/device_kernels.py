@@ -7,9 +7,13 @@ where proven kernels give it at the price that docs/gpu.md states.
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from baton.kernels.hopper.products.cubin import compiler_name
 from baton.kernels.proofs import (
+    NARROW,
+    NARROW_EXPERTS,
     ONE_ORDER,
     PRODUCTS,
     Candidate,
@@ -19,14 +23,20 @@ from baton.kernels.proofs import (
     ProofRequest,
     possible,
 )
+from baton.kernels.reference import NarrowWeight
 from baton.model.config.decoder_config import DecoderConfig
 from baton.model.config.quantization import WeightFormat
+from baton.model.config.transformers_config import TransformersConfig
+from baton.model.layers.linear import Product
+from baton.model.layers.mlp import GroupedProduct
 from baton.model.loading.decoder_loading import local_heads
+from baton.model.loading.layer_weights import NarrowLinear, PackExperts, PackNarrow
 from baton.model.runner.compute_digest import gpu_bits, own_sources
 from baton.model.runner.kernel_proofs import proofs_of
+from baton.model.runner.rank_plan import RankPlan
 from baton.model.tensor_parallel import Ranks, least
 from baton.node.executor import Progress
-from baton.protocol.config import Deterministic
+from baton.protocol.config import ClusterConfig, Deterministic
 
 # What the default needs.
 ONE_ORDER_NEEDS = frozenset({PRODUCTS, ONE_ORDER})
@@ -179,3 +189,77 @@ def _codes_of(how: WeightFormat) -> tuple[str, int]:
         return kind, packing.group_size if kind else 0
     is_mxfp4 = packing.form == "fp4" and not packing.fp4.whole
     return ("fp4", packing.group_size) if is_mxfp4 else ("", 0)
+
+
+def kernels_of(
+    plan: RankPlan, config: ClusterConfig, ranks: Ranks, progress: Progress
+) -> DeviceKernels:
+    setting = config.engine.deterministic
+    if not isinstance(plan.decoder, DecoderConfig):
+        return chosen(setting, {}, ranks.size)
+    shapes = shapes_of(
+        plan.decoder,
+        ranks.size,
+        plan.layout.block_size,
+        (plan.dtype, plan.pool_dtype),
+        plan.max_model_len,
+    )
+    return choose_kernels(setting, shapes, plan.device, ranks, progress)
+
+
+def product_of(plan: RankPlan, kernels: DeviceKernels) -> Product | None:
+    if plan.device.type != "cuda" or not kernels.is_ordered:
+        return None
+    # Triton is imported here for the same reason as in `_on_gpu`.
+    if PRODUCTS in kernels.proven:
+        from baton.kernels.hopper.products.product import load_product
+
+        return load_product(plan.device)
+    from baton.kernels.cuda.fixed_product import fixed_product
+
+    return fixed_product
+
+
+def library_of(plan: RankPlan) -> Product | None:
+    """Return the library's product where it may take the place of the ordered one.
+
+    Not where the ordered one has the bits of faster kernels, which other nodes may use.
+    """
+    if plan.device.type != "cuda":
+        return None
+    from baton.kernels.cuda.fixed_product import has_warpgroup_products
+
+    return None if has_warpgroup_products(plan.device) else F.linear
+
+
+def experts_product_of(plan: RankPlan) -> GroupedProduct | None:
+    if plan.device.type != "cuda" or isinstance(plan.decoder, TransformersConfig):
+        return None
+    from baton.kernels.cuda.grouped_product import grouped_product
+
+    return grouped_product
+
+
+def packing_of(plan: RankPlan, kernels: DeviceKernels) -> PackNarrow | None:
+    if plan.device.type != "cuda" or plan.dtype != torch.bfloat16:
+        return None
+    from baton.kernels.cuda.fixed_product import packed
+
+    if NARROW not in kernels.proven:
+        return packed
+    from baton.kernels.hopper.narrow.product import streamed
+
+    def streamed_or_widened(
+        weight: NarrowWeight, device: torch.device
+    ) -> tuple[Tensor, NarrowLinear] | None:
+        return streamed(weight, device) or packed(weight, device)
+
+    return streamed_or_widened
+
+
+def experts_packing_of(plan: RankPlan, kernels: DeviceKernels) -> PackExperts | None:
+    if plan.device.type != "cuda" or NARROW_EXPERTS not in kernels.proven:
+        return None
+    from baton.kernels.hopper.narrow.product import streamed_experts
+
+    return streamed_experts

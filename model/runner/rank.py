@@ -1,63 +1,40 @@
-"""Make everything that computes one rank: weights, pool, runner and transfer port.
-
-`plan_rank` decides what a configuration means for a rank (device, dtype, block count) and refuses
-settings that cannot work before anything large is allocated.
-"""
+"""Make everything that computes one rank: weights, pool, runner and transfer port."""
 
 import ctypes
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from baton.kernels.cpu.functions import CpuLinears, CpuSampler
 from baton.kernels.cpu.library import CpuLibrary, has_bf16_tiles
-from baton.kernels.proofs import NARROW, NARROW_EXPERTS, PRODUCTS, STATES
-from baton.kernels.reference import NarrowWeight
+from baton.kernels.proofs import STATES
 from baton.kv_transfer.agent import TransferAgent, make_port
 from baton.kv_transfer.interfaces import PoolMemory
 from baton.kv_transfer.pools import DevicePool, HostPool
 from baton.kv_transfer.tiers import make_tiers
-from baton.model.checkpoint.draft_files import METHOD, check_drafts, with_draft_head
 from baton.model.checkpoint.lora_files import (
-    Adapter,
-    check_takes_adapters,
     fingerprint_of,
     read_adapter,
-    read_adapters,
 )
-from baton.model.checkpoint.weight_files import as_stored
-from baton.model.config.decoder_config import DecoderConfig, read_decoder_config
-from baton.model.config.tasks import read_tasks
+from baton.model.config.decoder_config import DecoderConfig
 from baton.model.config.transformers_config import (
-    AnyConfig,
     TransformersConfig,
-    check_for_transformers,
-    runs_in_transformers,
 )
 from baton.model.layers.attention import IndexPool, PlainBackend, PoolParts
 from baton.model.layers.cpu_backend import CpuBackend, cpu_library
 from baton.model.layers.decoder import Decoder
-from baton.model.layers.linear import Product
-from baton.model.layers.mlp import GroupedProduct
 from baton.model.layers.rotary import rope_table, unrotated
 from baton.model.loading.adapters import (
-    NO_SPACE,
     LoraLoader,
-    LoraSpace,
     PreparedAdapter,
 )
-from baton.model.loading.decoder_loading import check_split, load_decoder, local_heads
+from baton.model.loading.decoder_loading import load_decoder, local_heads
 from baton.model.loading.draft_loading import load_draft_head
 from baton.model.loading.layer_weights import (
-    NarrowLinear,
-    PackExperts,
-    PackNarrow,
     RankDevice,
     linears_for,
 )
@@ -72,30 +49,30 @@ from baton.model.runner.cuda_start import (
     memory_of,
     one_line_errors,
     prepare,
-    why_no_gpu,
 )
 from baton.model.runner.device_kernels import (
     UNPROVEN,
     DeviceKernels,
-    choose_kernels,
-    chosen,
-    shapes_of,
+    experts_packing_of,
+    experts_product_of,
+    kernels_of,
+    library_of,
+    packing_of,
+    product_of,
 )
 from baton.model.runner.drafting import Drafter
 from baton.model.runner.kv_cache import (
     SPARE_BLOCKS,
     KVCache,
     device_cache,
-    host_bytes,
     host_cache,
     index_shape,
-    kv_layout,
-    num_blocks_for,
     pool_shape,
     states_of,
     wide_heads,
 )
-from baton.model.runner.runner import MAX_SEQUENCES, Runner, StepDecoder
+from baton.model.runner.rank_plan import RankPlan, plan_rank, sized
+from baton.model.runner.runner import Runner, StepDecoder
 from baton.model.runner.step_queue import CudaQueue, HostQueue
 from baton.model.sampling.device_counts import DeviceCounts
 from baton.model.sampling.sampler import Sampler, compiled
@@ -103,17 +80,14 @@ from baton.model.sampling.token_masks import TokenMasks
 from baton.model.tensor_parallel import Ranks, least
 from baton.node.executor import AdapterLoad, ExecutorInfo, Progress
 from baton.protocol.adapters import lora_version
-from baton.protocol.config import ClusterConfig, ModelConfig
+from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError, NodeError
 from baton.protocol.ids import Epoch
-from baton.protocol.messages import KVLayout, NodeFacts, StepLimits
-from baton.protocol.pooling import ModelTasks
+from baton.protocol.messages import NodeFacts, StepLimits
 from baton.runtime.clock import boottime
-from baton.runtime.host import gpus_of, num_gpus, thread_counts
+from baton.runtime.host import thread_counts
 from baton.runtime.log import logger
 
-# Tokens and sequences of one step.
-STEP_LIMITS = {"cpu": (512, 64), "cuda": (2048, 256)}
 # From malloc.h; the largest threshold that glibc takes.
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
@@ -123,26 +97,6 @@ ROW_COST = 0.15
 KEPT_BYTES = 32 << 20
 
 log = logger("rank")
-
-
-@dataclass(slots=True, frozen=True)
-class RankPlan:
-    """The settings of each rank, which follow from a configuration and its model."""
-
-    folder: Path
-    decoder: AnyConfig
-    device: torch.device
-    dtype: torch.dtype
-    pool_dtype: torch.dtype  # uint8: FP8
-    max_model_len: int
-    layout: KVLayout
-    # 0 on a GPU: as many as fit beside the weights and the largest step.
-    num_blocks: int
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    adapters: tuple[Adapter, ...] = ()
-    lora_space: LoraSpace = NO_SPACE
-    tasks: ModelTasks = field(default_factory=ModelTasks)
 
 
 @dataclass(slots=True, frozen=True)
@@ -248,7 +202,7 @@ def _loaded(
     # Parts of a sum are added in fp32.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     with one_line_errors(plan.device, "while it proves its kernels"):
-        kernels = _device_kernels(plan, config, ranks, progress)
+        kernels = kernels_of(plan, config, ranks, progress)
     if plan.layout.state_blocks and STATES not in kernels.proven:
         raise NodeError(
             "layers that keep a state cannot be computed: their kernels are not proven on this "
@@ -264,152 +218,6 @@ def _loaded(
         num_tokens = plan.max_num_batched_tokens if graphs != "none" else 0
         prepare(runner, buckets_up_to(num_decoding, num_tokens), progress)
     return runner, pool, kernels
-
-
-def plan_rank(config: ClusterConfig, num_ranks: int) -> RankPlan:
-    """Return the plan of each rank. Raises `ConfigError` if settings and model do not fit."""
-    if not config.model.path:
-        raise ConfigError("model.path is empty: name the folder of a model")
-    folder = Path(config.model.path)
-    decoder = _described(config, folder, num_ranks)
-    if isinstance(decoder, DecoderConfig):
-        _check_blocks(decoder, config.cache.block_size)
-    found = read_tasks(folder, decoder, config.model.convert)
-    if isinstance(decoder, DecoderConfig):
-        decoder = msgspec.structs.replace(
-            decoder, label_token_ids=found.label_token_ids
-        )
-    limit = decoder.max_position_embeddings
-    if config.model.max_model_len > limit:
-        raise ConfigError(f"model.max_model_len: the model has {limit} positions")
-    name = decoder.dtype if config.model.dtype == "auto" else config.model.dtype
-    dtype = torch.float32 if name == "float32" else torch.bfloat16
-    pool_dtype = _pool_dtype(config, decoder, dtype)
-    layout = kv_layout(decoder, config.cache, num_ranks, pool_dtype)
-    device = _device(config, decoder, num_ranks, dtype)
-    max_num_batched_tokens, max_num_seqs = STEP_LIMITS[device.type]
-    if device.type == "cuda" and config.engine.max_num_seqs > MAX_SEQUENCES:
-        raise ConfigError(
-            f"engine.max_num_seqs: a GPU takes at most {MAX_SEQUENCES} in one step"
-        )
-    own = decoder if isinstance(decoder, DecoderConfig) else None
-    plan = RankPlan(
-        folder=folder,
-        decoder=decoder,
-        device=device,
-        dtype=dtype,
-        pool_dtype=pool_dtype,
-        max_model_len=config.model.max_model_len or limit,
-        layout=layout,
-        num_blocks=0,
-        max_num_batched_tokens=config.engine.max_num_batched_tokens
-        or max_num_batched_tokens,
-        max_num_seqs=config.engine.max_num_seqs or max_num_seqs,
-        adapters=read_adapters(config.model.lora_modules, own),
-        lora_space=_lora_space(config.model, own),
-        tasks=found.tasks,
-    )
-    if device.type == "cuda" and not (
-        config.cache.num_blocks or config.cache.memory_mib
-    ):
-        return plan
-    return _sized(plan, config, num_ranks, host_bytes(config.cache))
-
-
-def _check_blocks(decoder: DecoderConfig, block_size: int) -> None:
-    """Raise `ConfigError` unless blocks have the parts, or begin the chunks, that layers need."""
-    kinds = decoder.kinds
-    if kinds is not None and block_size % (
-        pieces := decoder.num_kv_heads // kinds.kv_heads
-    ):
-        raise ConfigError(
-            f"cache.block_size: {block_size} must be a multiple of {pieces}, because {pieces} KV "
-            "heads of a block share one of the layers that see everything"
-        )
-    chunks = decoder.chunks
-    if chunks is not None and chunks.layers and chunks.size % block_size:
-        raise ConfigError(
-            f"cache.block_size: {block_size} must divide attention_chunk_size, which is "
-            f"{chunks.size}"
-        )
-
-
-def _lora_space(model: ModelConfig, decoder: DecoderConfig | None) -> LoraSpace:
-    """Return the room for adapters at run time. Raises `ConfigError` for a model without any."""
-    if not model.allow_runtime_lora_updating:
-        return NO_SPACE
-    check_takes_adapters(decoder, "model.allow_runtime_lora_updating")
-    # A new version of an adapter is loaded while the last one is still in use.
-    return LoraSpace(model.max_loras + 1, model.max_lora_rank)
-
-
-def _pool_dtype(
-    config: ClusterConfig, decoder: AnyConfig, dtype: torch.dtype
-) -> torch.dtype:
-    """Return what KV blocks hold. Raises `ConfigError` for a model that has no FP8 blocks."""
-    if config.engine.kv_cache_dtype == "auto":
-        return dtype
-    refused = ""
-    if isinstance(decoder, TransformersConfig):
-        refused = "transformers' code computes the model"
-    elif decoder.state is not None:
-        refused = "layers keep a state for each sequence, whose numbers are not FP8"
-    elif decoder.kinds is not None:
-        refused = "layers store heads of several sizes"
-    elif decoder.latent is not None:
-        refused = "the model stores latent rows (MLA), which are small already"
-    if refused:
-        raise ConfigError(
-            f"engine.kv_cache_dtype: fp8 is not supported where {refused}; use auto"
-        )
-    return torch.uint8
-
-
-def _described(config: ClusterConfig, folder: Path, num_ranks: int) -> AnyConfig:
-    if not runs_in_transformers(folder, config.model.model_impl):
-        decoder = as_stored(folder, read_decoder_config(folder))
-        decoder = with_draft_head(folder, decoder, config.engine)
-        check_split(decoder, num_ranks)
-        return decoder
-    check_drafts(folder, None, config.engine)
-    if num_ranks > 1:
-        architecture, _ = check_for_transformers(folder)
-        raise ConfigError(
-            f"engine.tensor_parallel_size: {architecture} has no plan for {num_ranks} ranks, "
-            "because transformers' code computes it"
-        )
-    # transformers takes seconds to import, and only its models need it.
-    from baton.model.transformers_code.transformers_gate import examine
-
-    return examine(folder, config.model.max_model_len)
-
-
-def _sized(
-    plan: RankPlan, config: ClusterConfig, num_ranks: int, num_bytes: int
-) -> RankPlan:
-    """Return the plan with the blocks that are configured or fit `num_bytes`."""
-    of_state = plan.layout.state_blocks * plan.layout.block_size
-    most_tokens = plan.max_num_seqs * (plan.max_model_len + of_state)
-    num_blocks = num_blocks_for(
-        config.cache, plan.layout, num_ranks, num_bytes, most_tokens
-    )
-    return replace(plan, num_blocks=num_blocks)
-
-
-def _device_kernels(
-    plan: RankPlan, config: ClusterConfig, ranks: Ranks, progress: Progress
-) -> DeviceKernels:
-    setting = config.engine.deterministic
-    if not isinstance(plan.decoder, DecoderConfig):
-        return chosen(setting, {}, ranks.size)
-    shapes = shapes_of(
-        plan.decoder,
-        ranks.size,
-        plan.layout.block_size,
-        (plan.dtype, plan.pool_dtype),
-        plan.max_model_len,
-    )
-    return choose_kernels(setting, shapes, plan.device, ranks, progress)
 
 
 def load_runner(
@@ -433,12 +241,12 @@ def load_runner(
         plan.dtype,
         plan.device,
         thread_counts(config.engine),
-        _ordered_product(plan, kernels),
+        product_of(plan, kernels),
         _compiled_linears(library),
-        _grouped_product(plan),
-        _narrow_product(plan, kernels),
-        _examined_library(plan),
-        _narrow_experts(plan, kernels),
+        experts_product_of(plan),
+        packing_of(plan, kernels),
+        library_of(plan),
+        experts_packing_of(plan, kernels),
     )
     decoder: StepDecoder
     draft_head = None
@@ -509,64 +317,6 @@ def _compiled_linears(library: CpuLibrary | None) -> CpuLinears | None:
     return CpuLinears(library)
 
 
-def _ordered_product(plan: RankPlan, kernels: DeviceKernels) -> Product | None:
-    if plan.device.type != "cuda" or not kernels.is_ordered:
-        return None
-    # Triton is imported here for the same reason as in `_on_gpu`.
-    if PRODUCTS in kernels.proven:
-        from baton.kernels.hopper.products.product import load_product
-
-        return load_product(plan.device)
-    from baton.kernels.cuda.fixed_product import fixed_product
-
-    return fixed_product
-
-
-def _examined_library(plan: RankPlan) -> Product | None:
-    """Return the library's product where it may take the place of the ordered one.
-
-    Not where the ordered one has the bits of faster kernels, which other nodes may use.
-    """
-    if plan.device.type != "cuda":
-        return None
-    from baton.kernels.cuda.fixed_product import has_warpgroup_products
-
-    return None if has_warpgroup_products(plan.device) else F.linear
-
-
-def _grouped_product(plan: RankPlan) -> GroupedProduct | None:
-    if plan.device.type != "cuda" or isinstance(plan.decoder, TransformersConfig):
-        return None
-    from baton.kernels.cuda.grouped_product import grouped_product
-
-    return grouped_product
-
-
-def _narrow_product(plan: RankPlan, kernels: DeviceKernels) -> PackNarrow | None:
-    if plan.device.type != "cuda" or plan.dtype != torch.bfloat16:
-        return None
-    from baton.kernels.cuda.fixed_product import packed
-
-    if NARROW not in kernels.proven:
-        return packed
-    from baton.kernels.hopper.narrow.product import streamed
-
-    def streamed_or_widened(
-        weight: NarrowWeight, device: torch.device
-    ) -> tuple[Tensor, NarrowLinear] | None:
-        return streamed(weight, device) or packed(weight, device)
-
-    return streamed_or_widened
-
-
-def _narrow_experts(plan: RankPlan, kernels: DeviceKernels) -> PackExperts | None:
-    if plan.device.type != "cuda" or NARROW_EXPERTS not in kernels.proven:
-        return None
-    from baton.kernels.hopper.narrow.product import streamed_experts
-
-    return streamed_experts
-
-
 def _on_gpu(
     plan: RankPlan,
     config: ClusterConfig,
@@ -624,7 +374,7 @@ def _on_gpu(
             raise NodeError(
                 line_without_pool(memory_of(plan.device), plan.layout.block_bytes)
             )
-        plan = _sized(plan, config, 1, num_bytes)
+        plan = sized(plan, config, 1, num_bytes)
         plan = replace(plan, num_blocks=least(ranks, plan.num_blocks, plan.device))
         del probe
     table = HostPool(plan.num_blocks, 0)
@@ -682,62 +432,3 @@ def give_back_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has this function
     if trim is not None:
         trim(0)
-
-
-def _device(
-    config: ClusterConfig, decoder: AnyConfig, num_ranks: int, dtype: torch.dtype
-) -> torch.device:
-    """Return the device to compute on. `auto` logs one line if the GPU cannot serve the model.
-
-    Raises `ConfigError` for a GPU that does not work: a large model would take the CPUs for days.
-    """
-    wanted = config.engine.device
-    is_there = torch.cuda.is_available() or num_gpus() > 0
-    if wanted == "cpu" or (wanted == "auto" and not is_there):
-        return torch.device("cpu")
-    broken = why_no_gpu()
-    reason = broken or _lacking_on_gpus(config, decoder, num_ranks, dtype)
-    if not reason:
-        return torch.device("cuda", 0)
-    if wanted == "cuda":
-        raise ConfigError(f"engine.device: {reason}")
-    if broken and torch.version.cuda is not None and gpus_of(0):
-        raise ConfigError(f"engine.device: {broken}; --device cpu computes without it")
-    log.warning("computing on the CPU and not on the GPU", reason=reason)
-    return torch.device("cpu")
-
-
-def _lacking_on_gpus(
-    config: ClusterConfig, decoder: AnyConfig, num_ranks: int, dtype: torch.dtype
-) -> str:
-    # One rank takes the GPU that torch has found, even if /dev shows none, as under WSL.
-    if num_ranks > 1 and num_ranks > (num_seen := len(gpus_of(0))):
-        need = f"{num_ranks} ranks (engine.tensor_parallel_size) need one GPU each"
-        return f"{need}, but this node sees {num_seen}"
-    if isinstance(decoder, DecoderConfig) and decoder.has_draft_head:
-        return f"{METHOD}: only CPUs draft with a part of the model yet; use ngram"
-    if isinstance(decoder, DecoderConfig) and decoder.kinds is not None:
-        return f"layers of {decoder.family} with heads of several sizes have no CUDA kernel yet"
-    if isinstance(decoder, DecoderConfig) and decoder.chunks is not None:
-        return f"layers of {decoder.family} that attend within chunks have no CUDA kernel yet"
-    # Triton exists on Linux only and is slow to import: only a rank on a GPU needs it.
-    from baton.kernels.cuda.states.functions import missing_for as missing_for_states
-    from baton.model.layers.cuda_backend import missing_for, missing_for_index
-
-    states = states_of(decoder, config.cache, num_ranks, dtype)
-    if states is not None:
-        assert isinstance(decoder, DecoderConfig), "it has states"
-        assert decoder.state is not None, "it has states"
-        by_key = decoder.state.names.kind == "key_delta"
-        if missing := missing_for_states(states, dtype, by_key=by_key):
-            return missing
-    if isinstance(decoder, DecoderConfig) and decoder.index is not None:
-        index = decoder.index
-        if missing := missing_for_index(index.num_heads, index.head_dim):
-            return missing
-    shape = pool_shape(decoder, config.cache, num_ranks, 1, torch.bfloat16)
-    rotary_dim = decoder.rotary_dim if isinstance(decoder, DecoderConfig) else 0
-    capability = torch.cuda.get_device_capability(0)
-    return missing_for(
-        shape, local_heads(decoder, num_ranks)[0], rotary_dim, capability
-    )

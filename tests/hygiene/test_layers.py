@@ -242,7 +242,10 @@ def test_transformers_is_imported_only_where_its_models_are_computed():
     users = importers(
         of=lambda _, name: name.startswith("baton.model.transformers_code.")
     )
-    assert users.keys() - TRANSFORMERS_BINDING == {"model/runner/rank.py"}
+    assert users.keys() - TRANSFORMERS_BINDING == {
+        "model/runner/rank.py",
+        "model/runner/rank_plan.py",
+    }
 
 
 def test_every_room_is_linked_into_the_package():

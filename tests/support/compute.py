@@ -12,7 +12,8 @@ from torch import Tensor
 from baton.kv_transfer.pools import HostPool
 from baton.model.loading.weight_digests import WeightDigest
 from baton.model.loading.weights import fingerprint
-from baton.model.runner.rank import load_runner, plan_rank
+from baton.model.runner.rank import load_runner
+from baton.model.runner.rank_plan import plan_rank
 from baton.model.runner.runner import Runner
 from baton.model.tensor_parallel import Ranks, SingleRank
 from baton.node.scheduling.plan import Slice

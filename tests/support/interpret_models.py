@@ -16,7 +16,7 @@ from baton.model.layers.attention import Batch, IndexPool
 from baton.model.layers.cuda_backend import CudaBackend
 from baton.model.layers.rotary import rope_table
 from baton.model.runner.cuda_start import warm_up
-from baton.model.runner.rank import plan_rank
+from baton.model.runner.rank_plan import plan_rank
 from baton.model.runner.runner import Runner
 from baton.model.runner.step_queue import HostQueue
 from baton.runtime.clock import monotonic

@@ -23,7 +23,7 @@ from baton.model.layers.rotary import rope_table
 from baton.model.runner.compute_digest import is_batch_invariant
 from baton.model.runner.kv_cache import KVCache
 from baton.model.runner.packing import Bucket
-from baton.model.runner.rank import plan_rank
+from baton.model.runner.rank_plan import plan_rank
 from baton.model.runner.runner import Runner
 from baton.model.runner.step_queue import HostQueue, StepWork
 from baton.node.scheduling.plan import Slice, StepPlan

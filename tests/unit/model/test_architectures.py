@@ -14,7 +14,7 @@ from torch import Tensor
 
 from baton.model.config.decoder_config import read_decoder_config
 from baton.model.runner.kv_cache import kv_layout
-from baton.model.runner.rank import plan_rank
+from baton.model.runner.rank_plan import plan_rank
 from baton.model.tensor_parallel import SharedMemoryRanks
 from baton.protocol.config import CacheConfig, ClusterConfig
 from baton.protocol.errors import ConfigError

@@ -12,6 +12,7 @@ from baton.kernels.proofs import STATES
 from baton.model.config.decoder_config import read_decoder_config
 from baton.model.runner import rank
 from baton.model.runner.device_kernels import DeviceKernels
+from baton.model.runner.rank_plan import lacking_on_gpus, plan_rank
 from baton.model.tensor_parallel import SingleRank
 from baton.protocol.errors import NodeError
 from tests.support.compute import compute_config, no_progress
@@ -95,13 +96,13 @@ def test_a_gpu_refuses_states_that_its_kernels_do_not_take(
     folder = foreign_folder(kind, **MODELS.get(kind, {}))
     config = compute_config(folder, block_size=block_size)
     decoder = read_decoder_config(folder)
-    assert reason in rank._lacking_on_gpus(config, decoder, 1, dtype)
+    assert reason in lacking_on_gpus(config, decoder, 1, dtype)
 
 
 def test_a_gpu_that_does_not_prove_the_kernels_refuses_the_model(monkeypatch):
     config = compute_config(foreign_folder("lfm2", **MODELS["lfm2"]), "bfloat16")
-    plan = replace(rank.plan_rank(config, 1), device=torch.device("cuda", 0))
+    plan = replace(plan_rank(config, 1), device=torch.device("cuda", 0))
     failed = DeviceKernels(unproven=(STATES,))
-    monkeypatch.setattr(rank, "_device_kernels", lambda *_: failed)
+    monkeypatch.setattr(rank, "kernels_of", lambda *_: failed)
     with pytest.raises(NodeError, match="not proven on this GPU"):
         rank._loaded(plan, config, SingleRank(), no_progress)

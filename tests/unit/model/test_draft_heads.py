@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from baton.decode_node.scheduler import DecodeScheduler
-from baton.model.runner.rank import plan_rank
+from baton.model.runner.rank_plan import plan_rank
 from baton.model.runner.runner import Runner
 from baton.node.scheduling.block_pool import BlockPool
 from baton.node.scheduling.plan import Slice, StepPlan, StepResult

@@ -12,7 +12,8 @@ from baton.model.batch_invariance.row_rule import MIN_ROWS, num_threads
 from baton.model.families.table import FAMILIES as ROWS
 from baton.model.layers.decoder import Decoder
 from baton.model.runner.compute_digest import is_batch_invariant
-from baton.model.runner.rank import load_rank, plan_rank
+from baton.model.runner.rank import load_rank
+from baton.model.runner.rank_plan import plan_rank
 from baton.model.tensor_parallel import SharedMemoryRanks, SingleRank
 from baton.protocol.errors import ConfigError
 from baton.protocol.ids import Epoch

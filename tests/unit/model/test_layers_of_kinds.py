@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.model.config.decoder_config import read_decoder_config
-from baton.model.runner.rank import _lacking_on_gpus, plan_rank
+from baton.model.runner.rank_plan import lacking_on_gpus, plan_rank
 from baton.protocol.errors import ConfigError
 from baton.runtime.fields import with_values
 from tests.support.compute import Text, compute_config, greedy, loaded, logits
@@ -31,7 +31,7 @@ def test_tokens_are_those_that_transformers_generates(kind):
 def test_gpus_refuse_what_their_kernels_lack(kind):
     config = compute_config(foreign_folder(kind))
     decoder = read_decoder_config(foreign_folder(kind))
-    reason = _lacking_on_gpus(config, decoder, 1, torch.bfloat16)
+    reason = lacking_on_gpus(config, decoder, 1, torch.bfloat16)
     assert reason.endswith("have no CUDA kernel yet")
 
 

@@ -19,7 +19,7 @@ from baton.model.layers.attention import AdaptedRows
 from baton.model.layers.lora import Lora
 from baton.model.layers.mlp import StackedExperts
 from baton.model.loading.adapters import LoraLoader, LoraSite
-from baton.model.runner.rank import plan_rank
+from baton.model.runner.rank_plan import plan_rank
 from baton.model.runner.runner import Runner
 from baton.model.tensor_parallel import SharedMemoryRanks
 from baton.node.scheduling.plan import StepPlan

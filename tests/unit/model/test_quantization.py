@@ -21,7 +21,7 @@ from baton.model.loading import decoder_loading as loading
 from baton.model.loading.weights import Checkpoint
 from baton.model.runner.compute_digest import compute_path, is_batch_invariant
 from baton.model.runner.device_kernels import narrow_codes, narrow_experts
-from baton.model.runner.rank import plan_rank
+from baton.model.runner.rank_plan import plan_rank
 from baton.model.tensor_parallel import SharedMemoryRanks, SingleRank
 from baton.protocol.errors import ConfigError
 from tests.support.adapters import write_adapter

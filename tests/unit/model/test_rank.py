@@ -19,11 +19,11 @@ from baton.kernels.reference import NarrowWeight
 from baton.model.executors.worker_executor import environment_of
 from baton.model.layers.linear import Linear
 from baton.model.layers.mlp import DenseMlp
-from baton.model.runner import cuda_start, rank
+from baton.model.runner import cuda_start, device_kernels, rank_plan
 from baton.model.runner.compute_digest import compute_path, is_batch_invariant
 from baton.model.runner.cuda_start import GpuMemory
 from baton.model.runner.device_kernels import DeviceKernels
-from baton.model.runner.rank import plan_rank
+from baton.model.runner.rank_plan import plan_rank
 from baton.protocol.config import CacheConfig, ClusterConfig, ModelConfig
 from baton.protocol.errors import ConfigError, NodeError
 from baton.router.core.registry import differences
@@ -46,9 +46,9 @@ def config_for(device: str, **model: int) -> ClusterConfig:
 @pytest.fixture
 def with_gpu(monkeypatch):
     """Make this machine look as if it had one GPU that works."""
-    monkeypatch.setattr(rank, "num_gpus", lambda: 1)
-    monkeypatch.setattr(rank, "why_no_gpu", lambda: "")
-    monkeypatch.setattr(rank, "gpus_of", lambda _number: ("0",))
+    monkeypatch.setattr(rank_plan, "num_gpus", lambda: 1)
+    monkeypatch.setattr(rank_plan, "why_no_gpu", lambda: "")
+    monkeypatch.setattr(rank_plan, "gpus_of", lambda _number: ("0",))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
 
 
@@ -76,15 +76,15 @@ def test_a_rank_takes_the_products_that_are_proven(capability, monkeypatch):
     fixed_product.has_warpgroup_products.cache_clear()
     plan = plan_rank(config_for("auto"), 1)
     proven = DeviceKernels(frozenset({PRODUCTS}), is_ordered=True)
-    ordered = rank._ordered_product(plan, proven)
+    ordered = device_kernels.product_of(plan, proven)
     assert ordered == "products on cuda:0"
     unproven = DeviceKernels(is_ordered=True, unproven=(PRODUCTS,))
-    assert rank._ordered_product(plan, unproven) is fixed_product.fixed_product
-    assert rank._ordered_product(plan, DeviceKernels(frozenset({PRODUCTS}))) is None
+    assert device_kernels.product_of(plan, unproven) is fixed_product.fixed_product
+    assert device_kernels.product_of(plan, DeviceKernels(frozenset({PRODUCTS}))) is None
     # There Triton's product has the bits of the proven ones, and no library comes between them.
     is_hopper = capability == (9, 0)
     library = None if is_hopper else torch.nn.functional.linear
-    assert rank._examined_library(plan) is library
+    assert device_kernels.library_of(plan) is library
     fixed_product.has_warpgroup_products.cache_clear()
 
 
@@ -100,13 +100,16 @@ def test_weights_are_streamed_where_that_is_proven_and_widened_where_they_do_not
         (frozenset({NARROW}), [b"streamed", b"narrow"]),
         (frozenset(), [b"narrow", b"narrow"]),
     ):
-        pack = rank._narrow_product(plan, DeviceKernels(proven))
+        pack = device_kernels.packing_of(plan, DeviceKernels(proven))
         assert pack is not None
         products = [pack(weight, torch.device("cpu"))[1] for weight in weights]
         assert [product.trial for product in products] == trials
     proven = DeviceKernels(frozenset({NARROW_EXPERTS}))
-    assert rank._narrow_experts(plan, proven) is streamed_experts
-    assert rank._narrow_experts(plan, DeviceKernels(frozenset({NARROW}))) is None
+    assert device_kernels.experts_packing_of(plan, proven) is streamed_experts
+    assert (
+        device_kernels.experts_packing_of(plan, DeviceKernels(frozenset({NARROW})))
+        is None
+    )
 
 
 @pytest.mark.usefixtures("with_gpu")
@@ -175,7 +178,7 @@ def test_each_rank_has_a_gpu_of_its_own_which_is_the_first_that_its_process_sees
     monkeypatch,
 ):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-    monkeypatch.setattr(rank, "gpus_of", gpus_of)
+    monkeypatch.setattr(rank_plan, "gpus_of", gpus_of)
     config = config_for("cuda")
     plan = plan_rank(config, 2)
     assert (plan.device, plan.num_blocks) == (torch.device("cuda", 0), 0)
@@ -214,12 +217,12 @@ def test_a_host_without_a_gpu_that_works_is_one_line(
 
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "init", init)
-    for module in (rank, cuda_start):
+    for module in (rank_plan, cuda_start):
         monkeypatch.setattr(module, "num_gpus", lambda: in_dev)
     with pytest.raises(ConfigError, match=rf"engine\.device: .*{line}") as raised:
         plan_rank(config_for("cuda"), 1)
     assert "\n" not in raised.value.message
-    monkeypatch.setattr(rank, "gpus_of", lambda _number: ("0",) if error else ())
+    monkeypatch.setattr(rank_plan, "gpus_of", lambda _number: ("0",) if error else ())
     if in_dev and error:  # it does not work, and nobody has hidden it
         with pytest.raises(
             ConfigError, match=rf"engine\.device: .*{line}.*; --device cpu"

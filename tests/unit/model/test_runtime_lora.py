@@ -15,7 +15,7 @@ from baton.model.layers.lora import Lora
 from baton.model.layers.mlp import StackedExperts
 from baton.model.loading.adapters import LoraLoader, LoraSite, LoraSpace
 from baton.model.runner.compute_digest import compute_path
-from baton.model.runner.rank import plan_rank
+from baton.model.runner.rank_plan import plan_rank
 from baton.model.runner.runner import Runner
 from baton.model.tensor_parallel import SharedMemoryRanks
 from baton.protocol.config import ClusterConfig

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from baton.model.config.decoder_config import read_decoder_config
 from baton.model.config.latent_config import IndexConfig
 from baton.model.runner.kv_cache import kv_layout
-from baton.model.runner.rank import plan_rank
+from baton.model.runner.rank_plan import plan_rank
 from baton.protocol.config import CacheConfig
 from baton.protocol.errors import ConfigError
 from baton.runtime.fields import with_values
