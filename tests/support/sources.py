@@ -70,7 +70,8 @@ def our_modules() -> frozenset[str]:
     return frozenset(map(module_of, (*sources(), *sources("tools"))))
 
 
-def imports(path: Path) -> set[str]:
+@functools.cache
+def imports(path: Path) -> frozenset[str]:
     """Return every module that a file imports, anywhere in it."""
     found: set[str] = set()
     for node in ast.walk(tree(path)):
@@ -82,7 +83,7 @@ def imports(path: Path) -> set[str]:
             found.add(node.module)
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= names if node.module == "baton" else names & our_modules()
-    return found
+    return frozenset(found)
 
 
 def is_stdlib(module: str) -> bool:
