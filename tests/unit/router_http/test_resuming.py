@@ -29,9 +29,9 @@ def test_an_id_tells_what_its_events_brought():
     event_id = f"{NAME}:65--7:.0.3e@{digest:08x}"
     assert ids.current().decode() == event_id
     received = (NOTHING, ReceivedPart(0, True), ReceivedPart(3, True, True, digest))
-    point = ResponseHead.from_id(event_id)
-    assert point == ResponseHead(NAME, 0x65, -7, received)
-    again = EventIds(point)
+    head = ResponseHead.from_id(event_id)
+    assert head == ResponseHead(NAME, 0x65, -7, received)
+    again = EventIds(head)
     assert again.current().decode() == event_id
     again.advance(1, [4, 5], has_ended=False)
     later = ResponseHead.from_id(again.current(b"/u").decode())
