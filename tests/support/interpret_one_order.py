@@ -18,7 +18,7 @@ from tests.support.one_order import Arithmetic, attend
 from tools.gpu.kernel_cases import LAYER, AttentionShape, Batch, attention_batch
 
 # Around the borders of blocks, of tiles and of cuts.
-QUICK = (600, 1, 0, 129, 256, 257)
+QUICK = (385, 1, 0, 129, 256, 257)
 OTHERS = (*QUICK, 700, 128, 16, 2, 127, 2048, 2049, 2177, 3000, 0, 8321)
 PROGRAMS = (7, 1, 13)
 # Windows begin inside a tile, inside a cut and at its border; some contexts are shorter.
