@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 
+import msgspec
 import torch
 import triton
 
@@ -21,6 +22,7 @@ from baton.kernels.cuda.pool_writes import move_blocks, rope_and_store
 from baton.kernels.cuda.prefill_attention import paged_prefill_attention
 from baton.kernels.hopper.products.product import load_product
 from baton.kernels.proofs import (
+    ONE_ORDER,
     Candidate,
     ModelShapes,
     NarrowExperts,
@@ -63,6 +65,18 @@ SHAPES = ModelShapes(
     state=StateShape(2, 16, 8, 128, 128, 4096, 4),
     state_kind="delta",
 )
+# Attention with other heads, and with windows, sinks and caps.
+OTHER_SHAPES = {
+    "gpt-oss-20b": msgspec.structs.replace(
+        SHAPES, num_heads=64, head_dim=64, scale=0.125, windows=(128,), has_sinks=True
+    ),
+    "Gemma-2-27B": msgspec.structs.replace(
+        SHAPES, kv_heads=16, scale=144**-0.5, windows=(4096,), softcap=50.0
+    ),
+    "Phi-3-mini": msgspec.structs.replace(
+        SHAPES, kv_heads=32, head_dim=96, scale=96**-0.5, windows=(2047,)
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -202,6 +216,12 @@ def run(
         for product in products(desk.device):
             key = f"{KEEPS_BITS}: {product}, {name} {sizes[0]} x {sizes[1]}"
             desk.check(key, partial(keeps, desk.device, key, product, sizes))
+    for other, shapes in OTHER_SHAPES.items():
+        for candidate in provable(desk.device, shapes):
+            if candidate.name == ONE_ORDER:
+                key = f"proof of {candidate.name}, {other}"
+                proof = partial(proof_of, key, candidate, desk.device, shapes)
+                desk.check(key, proof, 30.0)
 
 
 def _passed(key: str, work: Callable[[], str]) -> Check:
@@ -276,15 +296,19 @@ def resources() -> list[Check]:
     return checks
 
 
-def provable(device: torch.device) -> tuple[Candidate, ...]:
+def provable(
+    device: torch.device, shapes: ModelShapes = SHAPES
+) -> tuple[Candidate, ...]:
     """Return the kernels that a node would prove here before it uses them."""
     if device.type != "cuda":
         return ()
-    return possible(SHAPES, torch.cuda.get_device_capability(device))
+    return possible(shapes, torch.cuda.get_device_capability(device))
 
 
-def proof_of(key: str, candidate: Candidate, device: torch.device) -> Check:
-    proof = prove(ProofRequest(SHAPES, str(device), (candidate,)), candidate)
+def proof_of(
+    key: str, candidate: Candidate, device: torch.device, shapes: ModelShapes = SHAPES
+) -> Check:
+    proof = prove(ProofRequest(shapes, str(device), (candidate,)), candidate)
     return Check(key, not proof.problem, proof.problem or "proven")
 
 

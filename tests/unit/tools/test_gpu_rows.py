@@ -123,6 +123,9 @@ def test_what_there_is_no_time_for_is_not_begun_and_said():
 
 def test_the_default_is_measured_beside_false_where_proven_kernels_give_it():
     pytest.importorskip("triton")
+    from baton.kernels.hopper.attention import one_order_proof
+    from tools.gpu import correctness
+
     assert len({case.key for case in STEPS}) == len(STEPS)
     defaults = [case for case in STEPS if case.deterministic == "auto"]
     assert {(case.kind, case.batch) for case in defaults} >= {
@@ -135,6 +138,8 @@ def test_the_default_is_measured_beside_false_where_proven_kernels_give_it():
         assert hopper.is_ordered
         assert {PRODUCTS, ONE_ORDER} <= hopper.proven
         assert not engine.kernels_of(case, (8, 0)).is_ordered
+    for shapes in correctness.OTHER_SHAPES.values():
+        assert not one_order_proof.missing_for(shapes, (9, 0))
     narrow = next(case for case in STEPS if case.shape.narrow)
     assert NARROW in engine.kernels_of(narrow, (9, 0)).proven
 
