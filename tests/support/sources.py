@@ -44,7 +44,7 @@ def written_kernels() -> set[str]:
         line.removeprefix("def ").rstrip("(\n")
         for path in (REPOSITORY / "kernels" / "cuda").rglob("*.py")
         for line in path.read_text().splitlines()
-        if line.startswith("def _") and line.endswith("_kernel(")
+        if line.startswith("def ") and line.endswith("_kernel(")
     }
 
 

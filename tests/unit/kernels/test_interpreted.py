@@ -21,6 +21,7 @@ QUICK = (
     "norm fp32",
     "silu bf16",
     "sampling equals",
+    "sampling flat at once",
     "penalties fp32",
     "product in parts short",
     "four bits in short groups",
