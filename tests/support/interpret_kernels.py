@@ -23,7 +23,6 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import (
     GridExecutor,
     InterpreterBuilder,
-    InterpreterOptions,
     TensorHandle,
 )
 
@@ -169,10 +168,6 @@ class Interpreting:
         for name in ("cast_impl", "create_fp_trunc"):
             convert = getattr(InterpreterBuilder, name)
             setattr(InterpreterBuilder, name, partialmethod(rounded, convert))
-        # Triton would compute each sum of integers twice, for an assertion that it then drops.
-        interpreter.interpreter_builder.options = InterpreterOptions(
-            sanitize_overflow=False
-        )
         warnings.simplefilter("error")
         # Logits may be NaN, and infinity less infinity is; a warm-up reads states of nothing.
         np.seterr(invalid="ignore", over="ignore")
