@@ -29,9 +29,13 @@ IMPORTED = (
     "baton.deploy.startup",
     "baton.model.executors",
     "baton.node.node",
+    "baton.node.node_http",
     "baton.prefill_node.scheduler",
     "baton.decode_node.scheduler",
     WORKER,
+    # Imported where they are first needed.
+    "llvmlite.binding",
+    "numpy.random",
 )
 # Variables that differ from process to process, or that a library sets when it is first used, and
 # that nothing reads while it is imported.
