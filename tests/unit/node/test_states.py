@@ -14,6 +14,7 @@ from baton.protocol.blocks import block_hashes, state_hashes
 from baton.protocol.config import EngineConfig
 from baton.protocol.messages import BlockRange, Failed, FirstToken, FirstTokens
 from tests.sim.executor import BLOCK_SIZE
+from tests.support.depth import nightly
 from tests.support.drive import (
     LIMITS,
     ROOT,
@@ -299,7 +300,7 @@ def test_without_a_prefix_cache_no_state_is_kept():
     assert not any(plan.copies for plan in drive.plans)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", [*range(20), *map(nightly, range(20, 60))])
 def test_random_prompts_that_share_prefixes_keep_their_states(seed):
     """On a pool that fills up, with cancels: the executor refuses a wrong state."""
     luck = random.Random(seed)

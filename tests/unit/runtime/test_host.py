@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 
 import pytest
 
@@ -48,13 +47,15 @@ def test_a_node_takes_all_cpus_only_while_the_others_are_idle(tmp_path):
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_process_that_died_in_a_step_leaves_its_place_to_the_next(tmp_path):
+def test_a_process_that_died_in_a_step_leaves_its_place_to_the_next(
+    tmp_path, monkeypatch
+):
     path = tmp_path / "cpus"
-    script = (
-        "from pathlib import Path; from baton.model.executors.step_threads import SharedCpus\n"
-        f"SharedCpus(Path({str(path)!r}), 1, 4).take()"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: ended.pid)
+        SharedCpus(path, 1, 4).take()
     first = SharedCpus(path, 1, 4)
     assert first.take() == 4
     first.give_back()
