@@ -37,14 +37,19 @@ IMPORTED = (
     "llvmlite.binding",
     "numpy.random",
 )
-# Variables that differ from process to process, or that a library sets when it is first used, and
-# that nothing reads while it is imported.
+# Variables that differ from process to process, or that a library or baton sets when it is first
+# used, and that nothing reads while it is imported.
 PASSING = (
     "BATON_",
+    "CUBLAS",
+    "GOMP_SPINCOUNT",
+    "NCCL_",
+    "NIXL_",
     "PYTEST_",
     "PYTHONUNBUFFERED",
     "TOKENIZERS_PARALLELISM",
     "TORCHINDUCTOR_",
+    "UCX_",
 )
 PR_SET_CHILD_SUBREAPER = 36
 MAX_MESSAGE = 1 << 20
