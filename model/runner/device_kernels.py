@@ -38,8 +38,9 @@ from baton.model.tensor_parallel import Ranks, least
 from baton.node.executor import Progress
 from baton.protocol.config import ClusterConfig, Deterministic
 
-# What the default needs.
+# What the default needs. Latent attention sums in one order in any case.
 ONE_ORDER_NEEDS = frozenset({PRODUCTS, ONE_ORDER})
+LATENT_NEEDS = frozenset({PRODUCTS})
 
 
 @dataclass(slots=True, frozen=True)
@@ -75,7 +76,8 @@ def choose_kernels(
         environment = gpu_bits(device, has_own_products=False).decode()
         rests_on = own_sources(), environment, compiler_name()
         proofs = proofs_of(request, "\n".join(rests_on), progress)
-    return chosen(setting, agreed(proofs, candidates, device, ranks), ranks.size)
+    proven = agreed(proofs, candidates, device, ranks)
+    return chosen(setting, proven, ranks.size, is_latent=shapes.is_latent)
 
 
 def agreed(
@@ -93,7 +95,11 @@ def agreed(
 
 
 def chosen(
-    setting: Deterministic, proven: dict[str, bool], num_ranks: int
+    setting: Deterministic,
+    proven: dict[str, bool],
+    num_ranks: int,
+    *,
+    is_latent: bool = False,
 ) -> DeviceKernels:
     """Return the kernels where `proven` has what came of each candidate.
 
@@ -102,7 +108,8 @@ def chosen(
     names = frozenset(name for name, is_proven in proven.items() if is_proven)
     is_ordered = setting == "true"
     if setting == "auto":
-        is_ordered = num_ranks == 1 and names >= ONE_ORDER_NEEDS
+        needs = LATENT_NEEDS if is_latent else ONE_ORDER_NEEDS
+        is_ordered = num_ranks == 1 and names >= needs
     failed = tuple(name for name, is_proven in proven.items() if not is_proven)
     return DeviceKernels(names, is_ordered, failed)
 

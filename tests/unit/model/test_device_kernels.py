@@ -41,6 +41,13 @@ def test_by_default_sums_have_one_order_where_all_that_it_needs_is_proven(missin
         assert f"unproven-{missing}" in by_default.features
 
 
+def test_latent_attention_sums_in_one_order_without_kernels_of_its_own():
+    assert chosen("auto", {PRODUCTS: True}, 1, is_latent=True).is_ordered
+    assert not chosen("auto", {PRODUCTS: False}, 1, is_latent=True).is_ordered
+    assert not chosen("auto", {PRODUCTS: True}, 2, is_latent=True).is_ordered
+    assert not chosen("auto", {PRODUCTS: True}, 1).is_ordered
+
+
 def test_a_gpu_without_candidates_computes_as_before():
     assert chosen("auto", {}, 1) == UNPROVEN
     assert chosen("true", {}, 1).is_ordered
