@@ -113,13 +113,10 @@ def told_of_pairs(seed: int, lanes: list[list[Fault]]) -> tuple[Result, list[Tol
         real_reached(pairs, *pair)
 
     def take(admission: Admission, now_s: float) -> Any:
-        for selected in real_take(admission, now_s):
-            note(
-                admission._registry.pairs,
-                "sent",
-                [node for node, _load in selected.loads],
-            )
-            yield selected
+        for attempt in real_take(admission, now_s):
+            nodes = attempt.prefill_node, attempt.decode_node
+            note(admission._registry.pairs, "sent", filter(None, nodes))
+            yield attempt
 
     real_failed = Pairs.failed
     real_reached = Pairs.reached
