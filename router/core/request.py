@@ -308,9 +308,8 @@ class Attempt:
     # From which prefill may read its first tokens' blocks.
     prefix_node: NodeId | None = None
     num_uncached_tokens: int = 0  # that the prefill node will compute
-    num_decode_blocks: int = (
-        0  # that its sequences will probably take at the decode node
-    )
+    # That its sequences will probably take at the decode node.
+    num_decode_blocks: int = 0
     is_fallback: bool = False  # decode computes the prompt because no pair works
     full: tuple[NodeId, ...] = ()  # those of the nodes that have no room for it now
     # At the node that computes the prompt, as far as is known.
