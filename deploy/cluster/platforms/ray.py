@@ -11,6 +11,7 @@ import signal
 import socket
 import threading
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
@@ -46,6 +47,7 @@ CONNECT_S = 5.0
 RESERVE_S = 10.0
 REPORT_S = 5.0
 WATCH_S = 0.2
+EXTRA_STOP_S = 15.0  # that Ray itself may take, beyond the nodes
 
 
 class RayPlatform:
@@ -105,13 +107,14 @@ class RayPlatform:
         with contextlib.suppress(NodeError):
             nodes = [one for one in self.status(folder) if one.state == "running"]
         self._routers.stop(folder, is_hurried=is_hurried)
-        ends = []
+        actors = []
         for node in nodes:
             with contextlib.suppress(ValueError):  # a router, or an actor that is gone
-                actor = ray.get_actor(f"{node.role}:{node.name}")
-                ends.append(actor.end.remote(is_hurried))
-        if ends:
-            ray.wait(ends, num_returns=len(ends))
+                actors.append(ray.get_actor(f"{node.role}:{node.name}"))
+        if actors:
+            ends = [actor.end.remote(is_hurried) for actor in actors]
+            timeout_s = _longest_end_s(actors)
+            ray.wait(ends, num_returns=len(ends), timeout=timeout_s)
         self._actors.clear()
 
     def status(self, folder: Path) -> list[ProcessStatus]:
@@ -119,14 +122,13 @@ class RayPlatform:
         if not routers:
             return []
         self._join()
-        names = sorted(list_named_actors())
-        reports = [ray.get_actor(name).report.remote() for name in names]
+        reports: dict[str, ObjectRef[ProcessStatus]] = {}
+        for name in sorted(list_named_actors()):
+            with contextlib.suppress(ValueError):  # it is gone
+                reports[name] = ray.get_actor(name).report.remote()
         if reports:
-            ray.wait(reports, num_returns=len(reports), timeout=REPORT_S)
-        nodes = [
-            _status_of(name, report)
-            for name, report in zip(names, reports, strict=True)
-        ]
+            ray.wait([*reports.values()], num_returns=len(reports), timeout=REPORT_S)
+        nodes = [_status_of(name, report) for name, report in reports.items()]
         return routers + nodes
 
     def urls(self, plan: ClusterPlan, folder: Path) -> tuple[str, ...]:
@@ -182,6 +184,7 @@ class NodeActor:
         with contextlib.suppress(PermissionError):
             os.setpriority(os.PRIO_PROCESS, 0, 0)
         spec = at_its_place(spec, driver, get_node_ip_address(), _in_memory(key))
+        self._grace_s = spec.grace_s
         self._processes = HostProcesses(HostJob(on_this_machine((spec,)), logs))
         self._processes.start()
         is_back = ray.get_runtime_context().was_current_actor_reconstructed
@@ -194,6 +197,9 @@ class NodeActor:
         (status,) = self._processes.statuses()
         last_end = status.last_end or self._last_end
         return msgspec.structs.replace(status, last_end=last_end)
+
+    def grace_s(self) -> float:
+        return self._grace_s
 
     def end(self, is_hurried: bool) -> None:
         """End the node, with its `grace_s` unless it is hurried, and return when it is gone."""
@@ -243,6 +249,15 @@ def resources_of(spec: ProcessSpec) -> dict[str, float]:
     amounts = {"CPU": spec.cpus or 1, "GPU": spec.gpus, "memory": spec.memory_mib << 20}
     custom = {name: float(amount) for name, amount in spec.resources.items()}
     return {name: float(amount) for name, amount in amounts.items() if amount} | custom
+
+
+def _longest_end_s(actors: Sequence[ActorHandle]) -> float:
+    """Return how long nodes may take to end."""
+    graces_s: list[float] = []
+    with contextlib.suppress(RayError):
+        asked = [actor.grace_s.remote() for actor in actors]
+        graces_s = ray.get(asked, timeout=REPORT_S)
+    return max(graces_s, default=0.0) + EXTRA_STOP_S
 
 
 def _status_of(actor: str, report: ObjectRef[ProcessStatus]) -> ProcessStatus:
