@@ -8,7 +8,9 @@ that `render` writes.
 
 import contextlib
 import importlib.util
+import math
 import os
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +19,7 @@ import msgspec
 
 from baton.deploy.cluster.description import Description
 from baton.deploy.cluster.hosts import addresses_by_name
+from baton.deploy.cluster.platforms import ray_plan
 from baton.deploy.cluster.platforms.local import LocalPlatform
 from baton.deploy.cluster.processes import ClusterAddresses, ClusterPlan, plan_of
 from baton.deploy.cluster.readiness import check_ids, is_ready, wait_until_ready
@@ -24,6 +27,7 @@ from baton.deploy.cluster.reading import read_description
 from baton.deploy.cluster.state import (
     Deployment,
     Platform,
+    ProcessId,
     deployment_of,
     forget_deployment,
     make_private,
@@ -190,14 +194,6 @@ def render(given: ClusterArguments) -> int:
 def up(given: ClusterArguments) -> int:
     """Start a cluster and wait until it serves."""
     plan = _planned(given.path, _addresses_on(given.on))
-    deployment = Deployment(
-        plan.description.name,
-        given.on,
-        str(Path(given.path).absolute()),
-        given.host,
-        given.address or os.environ.get(RAY_ADDRESS, ""),
-    )
-    platform = _platform_of(deployment, given)
     name = plan.description.name
     folder = state_folder(name, given.state)
     if read_deployment(folder) is not None:
@@ -205,8 +201,11 @@ def up(given: ClusterArguments) -> int:
             f"{name} is up already, or was not ended: run `baton down {given.path}` first, or name "
             f"another folder than {folder} with --state"
         )
+    platform = _platform_for(given)
     make_private(folder)
-    write_deployment(folder, deployment)
+    file = str(Path(given.path).absolute())
+    this = ProcessId.of(os.getpid()) if given.stays else None
+    write_deployment(folder, Deployment(name, given.on, file, given.host, this))
     with Interrupts() as interrupts:
         try:
             check_ids(plan, platform.own(plan), platform.urls(plan, folder))
@@ -218,11 +217,9 @@ def up(given: ClusterArguments) -> int:
             ):
                 raise KeyboardInterrupt
             print(_report(plan, platform, folder, stays=given.stays), flush=True)
-            # `baton down` may end it from elsewhere.
-            while (
-                given.stays and not interrupts.wait(WATCH_S) and read_deployment(folder)
-            ):
-                pass
+            while given.stays and not interrupts.wait(WATCH_S):
+                # Ray's actors start their nodes again when they are asked.
+                platform.status(folder)
         except BaseException:
             platform.stop(folder, is_hurried=True)
             forget_deployment(folder)
@@ -236,10 +233,15 @@ def up(given: ClusterArguments) -> int:
 def down(given: ClusterArguments) -> int:
     """End every process of a deployment."""
     folder, deployment = deployment_of(given.path, given.state)
-    platform = _platform_of(deployment)
+    platform = LocalPlatform(deployment.hosts)
+    up = deployment.up
     try:
+        if up is not None and up.signal(signal.SIGTERM):
+            up.wait(math.inf)
         platform.stop(folder)
     except KeyboardInterrupt:
+        if up is not None:
+            up.signal(signal.SIGINT)
         platform.stop(folder, is_hurried=True)
     forget_deployment(folder)
     print(f"{deployment.name} is down")
@@ -295,7 +297,7 @@ def status(given: ClusterArguments) -> int:
         routers = routers_of(urls_alone, given.api_key)
         return show(routers, ca_file=given.ca_file, is_json=given.json)
     folder, deployment = deployment_of(given.path, given.state)
-    platform = _platform_of(deployment)
+    platform = LocalPlatform(deployment.hosts)
     plan: ClusterPlan | None = None
     # If the file was changed or moved, the processes that run are shown without their routers.
     with contextlib.suppress(ConfigError):
@@ -322,30 +324,18 @@ def _planned(
 
 
 def _addresses_on(platform: str) -> Callable[[Description], ClusterAddresses]:
-    if platform != RAY:
-        return addresses_by_name
-    _check_ray()
-    from baton.deploy.cluster.platforms.ray import addresses_of
-
-    return addresses_of
+    return ray_plan.addresses_of if platform == RAY else addresses_by_name
 
 
-def _platform_of(
-    deployment: Deployment, given: ClusterArguments | None = None
-) -> Platform:
-    """Return what runs a deployment; `given` are the arguments of `up`."""
-    if deployment.platform != RAY:
-        return LocalPlatform(
-            deployment.hosts, is_tied=given is not None and given.stays
-        )
+def _platform_for(given: ClusterArguments) -> Platform:
+    """Return what runs the processes of `up`. Raises `NodeError` if it cannot be reached."""
+    if given.on != RAY:
+        return LocalPlatform(given.host, is_tied=given.stays)
     _check_ray()
     from baton.deploy.cluster.platforms.ray import RayPlatform
 
-    return RayPlatform(
-        deployment.name,
-        deployment.address,
-        may_wait=given is not None and given.timeout > 0,
-    )
+    address = given.address or os.environ.get(RAY_ADDRESS, "")
+    return RayPlatform(address, may_wait=given.timeout > 0)
 
 
 def _check_ray() -> None:

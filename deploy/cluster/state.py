@@ -42,8 +42,8 @@ class ProcessStatus(msgspec.Struct, frozen=True):
 class Platform(Protocol):
     """Runs the processes of a `ClusterPlan`: on this machine, or on Ray.
 
-    `folder` is the private state folder of one deployment, in which a platform keeps what `stop`
-    and `status` need.
+    `folder` is the private state folder of one deployment, in which a platform keeps what other
+    commands need.
     """
 
     def own(self, plan: ClusterPlan) -> tuple[ProcessSpec, ...]:
@@ -116,7 +116,8 @@ class Deployment(msgspec.Struct, frozen=True):
     platform: str
     file: str
     hosts: tuple[str, ...] = ()  # whose processes were started; empty means all of them
-    address: str = ""  # of the Ray cluster
+    # The command, if it stays in front and the cluster ends with it.
+    up: ProcessId | None = None
 
 
 def state_folder(name: str, chosen: str = "") -> Path:

@@ -173,7 +173,7 @@ def supervise(
             processes.start()
             while True:
                 if folder is not None:
-                    _write_statuses(folder / STATUS, processes.statuses())
+                    write_statuses(folder / STATUS, processes.statuses())
                     for name in _asked_to_restart(folder):
                         processes.restart(name)
                 if ended or interrupts.wait(WATCH_S):
@@ -195,7 +195,7 @@ def _asked_to_restart(folder: Path) -> list[str]:
     return names
 
 
-def _write_statuses(path: Path, statuses: Sequence[ProcessStatus]) -> None:
+def write_statuses(path: Path, statuses: Sequence[ProcessStatus]) -> None:
     """Write the state of the processes if it has changed. A full disk leaves the old state."""
     content = msgspec.json.encode(statuses)
     with contextlib.suppress(OSError):

@@ -92,6 +92,19 @@ def write_key(path: Path) -> None:
         file.write(b" ".join((FORMAT.encode(), secret, public)) + b"\n")
 
 
+def key_in_memory(content: bytes) -> str:
+    """Return the path of a private file of a key, which vanishes with this process.
+
+    Empty content, of a cluster without a key, has no file.
+    """
+    if not content:
+        return ""
+    descriptor = os.memfd_create("baton-key")
+    os.fchmod(descriptor, 0o600)
+    os.write(descriptor, content)
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
 def _read(path: str) -> tuple[KeyPair, ...]:
     try:
         with open(path, "rb") as file:

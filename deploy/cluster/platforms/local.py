@@ -33,6 +33,7 @@ from baton.runtime.settings import VARIABLE_PREFIX
 SUPERVISOR = "supervisor.json"
 SUPERVISOR_LOG = "supervisor.log"
 SHARED_CPUS = "cpus"
+NODES = "nodes.json"  # the states of nodes that run elsewhere, beside routers here
 MODULE = "baton.deploy.cluster.supervision"
 # The time that the supervisor itself takes beyond the grace of its processes.
 EXTRA_STOP_S = 10.0
@@ -82,7 +83,7 @@ class LocalPlatform:
                 supervisor.wait(EXTRA_STOP_S)
         if isinstance(self._supervisor, Child):
             self._supervisor.poll()
-        for name in (JOB, STATUS, SUPERVISOR, SHARED_CPUS):
+        for name in (JOB, STATUS, NODES, SUPERVISOR, SHARED_CPUS):
             (folder / name).unlink(missing_ok=True)
         shutil.rmtree(folder / RESTARTS, ignore_errors=True)
 
@@ -104,9 +105,7 @@ class LocalPlatform:
             and supervisor.process()
             and (folder / STATUS).exists()
         ):
-            return msgspec.json.decode(
-                (folder / STATUS).read_bytes(), type=list[ProcessStatus]
-            )
+            return _statuses_in(folder / STATUS) + _statuses_in(folder / NODES)
         if not (folder / JOB).exists():
             return []
         state: ProcessState = "waiting"
@@ -121,10 +120,23 @@ class LocalPlatform:
         ]
 
     def urls(self, plan: ClusterPlan, folder: Path) -> tuple[str, ...]:
+        # A description for Ray names no hosts.
+        hosts = {status.name: status.host for status in self.status(folder)}
+        routers = [
+            (spec, spec.host or hosts.get(spec.name)) for spec in plan.pool(ROUTERS)
+        ]
         return tuple(
-            url_of(spec.host, spec.ports[0].port, is_tls=spec.is_tls)
-            for spec in plan.pool(ROUTERS)
+            url_of(host, spec.ports[0].port, is_tls=spec.is_tls)
+            for spec, host in routers
+            if host
         )
+
+
+def _statuses_in(file: Path) -> list[ProcessStatus]:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=list[ProcessStatus])
+    except FileNotFoundError:
+        return []
 
 
 def _detached(folder: Path) -> "subprocess.Popen[bytes]":

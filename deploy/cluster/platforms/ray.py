@@ -7,70 +7,56 @@ imports Ray, an optional extra.
 
 import contextlib
 import os
-import signal
 import socket
-import threading
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
 
 import msgspec
 import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
-from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayError
-from ray.util import get_node_ip_address, list_named_actors, placement_group
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util import get_node_ip_address, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from baton.deploy.cluster.description import Description
 from baton.deploy.cluster.hosts import on_this_machine
-from baton.deploy.cluster.platforms.local import LocalPlatform
-from baton.deploy.cluster.processes import (
-    ROUTERS,
-    ClusterAddresses,
-    ClusterPlan,
-    ProcessRole,
-    ProcessSpec,
-    filled,
+from baton.deploy.cluster.platforms.local import NODES, LocalPlatform
+from baton.deploy.cluster.platforms.ray_plan import (
+    at_its_place,
+    resources_of,
+    routers_at,
 )
+from baton.deploy.cluster.processes import ClusterPlan, ProcessSpec
 from baton.deploy.cluster.state import ProcessStatus
-from baton.deploy.cluster.supervision import HostJob, HostProcesses
-from baton.deploy.startup import url_of
+from baton.deploy.cluster.supervision import HostJob, HostProcesses, write_statuses
 from baton.protocol.errors import ConfigError, NodeError
+from baton.runtime.channels.keys import key_in_memory
 
-DRIVER_ADDRESS = "$(DRIVER_ADDRESS)"
-OWN_ADDRESS = "$(OWN_ADDRESS)"
-KEY_FILE = "$(KEY_FILE)"
-OWN_RESOURCES = {"CPU": "cpus", "GPU": "gpus", "memory": "memory_mib"}
 CONNECT_S = 5.0
 RESERVE_S = 10.0
 REPORT_S = 5.0
-WATCH_S = 0.2
 EXTRA_STOP_S = 15.0  # that Ray itself may take, beyond the nodes
 
 
 class RayPlatform:
-    """Implements `Platform`. A cluster is a namespace of Ray; actors are called `ROLE:NAME`."""
+    """Implements `Platform` for `up`, whose state folder tells other commands of the nodes."""
 
-    def __init__(self, name: str, address: str = "", *, may_wait: bool = False) -> None:
-        """Take the name of a cluster, and the address of Ray; empty is the one of this host.
+    def __init__(self, address: str = "", *, may_wait: bool = False) -> None:
+        """Join the Ray at HOST:PORT; empty is the one of this host. Raises `NodeError`.
 
         With `may_wait`, resources may be missing until an autoscaler adds hosts.
         """
-        self._namespace = f"baton-{name}"
-        self._address = address or "auto"
+        _join(address or "auto")
         self._may_wait = may_wait
-        self._routers = LocalPlatform()
+        self._host = get_node_ip_address()
+        self._routers = LocalPlatform((self._host,), is_tied=True)
         # An actor ends with the last handle of its driver.
-        self._actors: list[ActorHandle] = []
+        self._nodes: list[tuple[ProcessSpec, ActorHandle]] = []
 
     def own(self, plan: ClusterPlan) -> tuple[ProcessSpec, ...]:
         return plan.processes
 
     def start(self, plan: ClusterPlan, folder: Path) -> None:
-        self._join()
-        host = get_node_ip_address()
         nodes = [spec for spec in plan.processes if spec.role != "router"]
         resources = [resources_of(spec) for spec in nodes]
         labels = [spec.node_selector for spec in nodes]
@@ -82,98 +68,46 @@ class RayPlatform:
                 "Ray cannot reserve what all nodes need (see `ray status`): ask for less, add "
                 "hosts, or give --timeout to wait for hosts that an autoscaler adds"
             )
+        self._routers.start(routers_at(self._host, plan), folder)
         description = plan.description
-        routers = tuple(
-            at_its_place(spec, host, host, description.key)
-            for spec in plan.pool(ROUTERS)
-        )
-        self._routers = LocalPlatform((host,), is_tied=True)
-        self._routers.start(ClusterPlan(description, routers), folder)
         key = Path(description.key).read_bytes() if description.key else b""
         for index, spec in enumerate(nodes):
             actor = ray.remote(NodeActor).options(
-                name=f"{spec.role}:{spec.name}",
                 max_restarts=-1,  # as often as it ends
-                max_concurrency=3,  # `report` answers while `end` waits
                 num_cpus=resources[index]["CPU"],
                 num_gpus=spec.gpus,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
             )
-            self._actors.append(actor.remote(spec, key, host, description.logs))
+            node = actor.remote(spec, key, self._host, description.logs)
+            self._nodes.append((spec, node))
 
     def stop(self, folder: Path, *, is_hurried: bool = False) -> None:
-        """Let the routers finish their requests, then the nodes. Without its Ray, all is over."""
-        nodes: list[ProcessStatus] = []
-        with contextlib.suppress(NodeError):
-            nodes = [one for one in self.status(folder) if one.state == "running"]
+        """Let the routers finish their requests, then the nodes."""
+        running = [one.name for one in self._reported() if one.state == "running"]
         self._routers.stop(folder, is_hurried=is_hurried)
-        actors = []
-        for node in nodes:
-            with contextlib.suppress(ValueError):  # a router, or an actor that is gone
-                actors.append(ray.get_actor(f"{node.role}:{node.name}"))
-        if actors:
-            ends = [actor.end.remote(is_hurried) for actor in actors]
-            timeout_s = _longest_end_s(actors)
-            ray.wait(ends, num_returns=len(ends), timeout=timeout_s)
-        self._actors.clear()
+        nodes = [node for node in self._nodes if node[0].name in running]
+        ends = [actor.end.remote(is_hurried) for _, actor in nodes]
+        if ends:
+            longest_s = max(spec.grace_s for spec, _ in nodes) + EXTRA_STOP_S
+            ray.wait(ends, num_returns=len(ends), timeout=longest_s)
+        self._nodes.clear()
 
     def status(self, folder: Path) -> list[ProcessStatus]:
-        routers = self._routers.status(folder)
-        if not routers:
-            return []
-        self._join()
-        reports: dict[str, ObjectRef[ProcessStatus]] = {}
-        for name in sorted(list_named_actors()):
-            with contextlib.suppress(ValueError):  # it is gone
-                reports[name] = ray.get_actor(name).report.remote()
-        if reports:
-            ray.wait([*reports.values()], num_returns=len(reports), timeout=REPORT_S)
-        nodes = [_status_of(name, report) for name, report in reports.items()]
-        return routers + nodes
+        """Return the state of every process; an actor starts its node again when it is asked."""
+        write_statuses(folder / NODES, self._reported())
+        return self._routers.status(folder)
 
     def urls(self, plan: ClusterPlan, folder: Path) -> tuple[str, ...]:
-        hosts = {one.name: one.host for one in self._routers.status(folder)}
-        routers = [spec for spec in plan.pool(ROUTERS) if spec.name in hosts]
-        return tuple(
-            url_of(hosts[spec.name], spec.ports[0].port, is_tls=spec.is_tls)
-            for spec in routers
-        )
+        return self._routers.urls(plan, folder)
 
-    def _join(self) -> None:
-        """Connect to Ray. Raises `NodeError`."""
-        if ray.is_initialized():
-            return
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        handlers = [(number, signal.getsignal(number)) for number in numbers]
-        try:
-            if self._address != "auto":  # Ray would try for a minute
-                host, _, port = self._address.rpartition(":")
-                at = (host.strip("[]"), int(port))
-                socket.create_connection(at, CONNECT_S).close()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                ray.init(
-                    self._address,
-                    namespace=self._namespace,
-                    log_to_driver=False,
-                    logging_level="ERROR",
-                )
-        except (
-            OSError,
-            RuntimeError,
-            ValueError,
-            OverflowError,
-            AssertionError,
-            RayError,
-        ) as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise NodeError(
-                f"cannot join Ray at {self._address} ({reason}): give the HOST:PORT that "
-                "`ray start --head` has printed, from a host that has joined the Ray cluster"
-            ) from error
-        finally:
-            for number, handler in handlers:  # Ray takes them
-                signal.signal(number, handler)
+    def _reported(self) -> list[ProcessStatus]:
+        reports = [actor.report.remote() for _, actor in self._nodes]
+        if reports:
+            ray.wait(reports, num_returns=len(reports), timeout=REPORT_S)
+        return [
+            _status_of(spec, report)
+            for (spec, _), report in zip(self._nodes, reports, strict=True)
+        ]
 
 
 class NodeActor:
@@ -183,103 +117,48 @@ class NodeActor:
         # Ray runs actors with a nice value of 15, which the node would inherit.
         with contextlib.suppress(PermissionError):
             os.setpriority(os.PRIO_PROCESS, 0, 0)
-        spec = at_its_place(spec, driver, get_node_ip_address(), _in_memory(key))
-        self._grace_s = spec.grace_s
+        spec = at_its_place(spec, driver, get_node_ip_address(), key_in_memory(key))
         self._processes = HostProcesses(HostJob(on_this_machine((spec,)), logs))
         self._processes.start()
         is_back = ray.get_runtime_context().was_current_actor_reconstructed
         self._last_end = "its actor ended, and Ray started it again" if is_back else ""
-        self._ending = threading.Event()
-        self._lock = threading.Lock()
-        threading.Thread(target=self._watch, daemon=True).start()
 
     def report(self) -> ProcessStatus:
+        """Start the node again if that is due, and return its state."""
+        self._processes.poll()
         (status,) = self._processes.statuses()
-        last_end = status.last_end or self._last_end
-        return msgspec.structs.replace(status, last_end=last_end)
-
-    def grace_s(self) -> float:
-        return self._grace_s
+        return msgspec.structs.replace(
+            status, last_end=status.last_end or self._last_end
+        )
 
     def end(self, is_hurried: bool) -> None:
         """End the node, with its `grace_s` unless it is hurried, and return when it is gone."""
-        self._ending.set()
-        with self._lock:
-            self._processes.stop(is_hurried=is_hurried)
-
-    def _watch(self) -> None:
-        while not self._ending.wait(WATCH_S):
-            with self._lock:
-                self._processes.poll()
+        self._processes.stop(is_hurried=is_hurried)
 
 
-def addresses_of(description: Description) -> ClusterAddresses:
-    """Return the places of processes. Raises `ConfigError` for what Ray cannot grant."""
-    description.check_no_hosts(
-        "Ray chooses the hosts; take the line out, and give node_selector labels of Ray's nodes to "
-        "restrict its choice"
-    )
-    for name, pool in description.pools.items():
-        for resource, amount in pool.resources.items():
-            at = f"pools.{name}.resources.{resource}"
-            if resource in OWN_RESOURCES:
-                raise ConfigError(
-                    f"{at}: write {OWN_RESOURCES[resource]} of the pool instead"
-                )
-            if not amount.replace(".", "", 1).isdecimal() or not float(amount):
-                raise ConfigError(
-                    f"{at}: {amount} must be the number above 0 that each node needs"
-                )
-    routers = (DRIVER_ADDRESS,) * len(description.routers)
-    key = KEY_FILE if description.key else ""
-    return ClusterAddresses(routers, OWN_ADDRESS, listen=OWN_ADDRESS, key=key)
-
-
-def at_its_place(spec: ProcessSpec, driver: str, host: str, key: str) -> ProcessSpec:
-    """Return a process as it runs on `host`, with the path of the cluster's key there.
-
-    Fixed ports count up through the pool, because Ray may put any of its nodes on one host.
-    """
-    values = {DRIVER_ADDRESS: driver, OWN_ADDRESS: host, KEY_FILE: key}
-    return filled(spec, host, spec.index, values)
-
-
-def resources_of(spec: ProcessSpec) -> dict[str, float]:
-    """Return what Ray reserves for a node: one CPU unless the description gives a number."""
-    amounts = {"CPU": spec.cpus or 1, "GPU": spec.gpus, "memory": spec.memory_mib << 20}
-    custom = {name: float(amount) for name, amount in spec.resources.items()}
-    return {name: float(amount) for name, amount in amounts.items() if amount} | custom
-
-
-def _longest_end_s(actors: Sequence[ActorHandle]) -> float:
-    """Return how long nodes may take to end."""
-    graces_s: list[float] = []
-    with contextlib.suppress(RayError):
-        asked = [actor.grace_s.remote() for actor in actors]
-        graces_s = ray.get(asked, timeout=REPORT_S)
-    return max(graces_s, default=0.0) + EXTRA_STOP_S
-
-
-def _status_of(actor: str, report: ObjectRef[ProcessStatus]) -> ProcessStatus:
+def _status_of(spec: ProcessSpec, report: ObjectRef[ProcessStatus]) -> ProcessStatus:
     """Return what an actor reports; one that does not answer is starting."""
-    role, _, name = actor.partition(":")
-    waiting = ProcessStatus(
-        name, cast(ProcessRole, role), "", "waiting", "its actor is starting"
-    )
     try:
-        return cast(ProcessStatus, ray.get(report, timeout=0))
-    except (ActorDiedError, ActorUnschedulableError) as error:
+        status: ProcessStatus = ray.get(report, timeout=0)
+    except GetTimeoutError:
+        note = "its actor is starting"
+        return ProcessStatus(spec.name, spec.role, "", "waiting", note)
+    except RayError as error:
         reason = str(error).strip().rpartition("\n")[2]
-        return msgspec.structs.replace(waiting, state="ended", note="", last_end=reason)
-    except RayError:
-        return waiting
+        return ProcessStatus(spec.name, spec.role, "", "ended", last_end=reason)
+    return status
 
 
-def _in_memory(key: bytes) -> str:
-    """Return the path of a private file that vanishes with this process."""
-    if not key:
-        return ""
-    descriptor = os.memfd_create("baton-key")
-    os.fchmod(descriptor, 0o600)
-    os.write(descriptor, key)
-    return f"/proc/{os.getpid()}/fd/{descriptor}"
+def _join(address: str) -> None:
+    try:
+        if address != "auto":  # Ray would try for a minute
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+        with warnings.catch_warnings(action="ignore"):
+            ray.init(address, log_to_driver=False, logging_level="ERROR")
+    except (OSError, RuntimeError, ValueError, OverflowError, RayError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise NodeError(
+            f"cannot join Ray at {address} ({reason}): give the HOST:PORT that `ray start --head` "
+            "has printed, from a host that has joined the Ray cluster"
+        ) from error
