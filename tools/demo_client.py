@@ -48,10 +48,11 @@ async def ask(
     num_output: int,
     *,
     is_streamed: bool = True,
+    model: str = SERVED_NAME,
 ) -> Reply:
     """Ask for exactly `num_output` greedy tokens, and read the response to its end."""
     body: dict[str, object] = {
-        "model": SERVED_NAME,
+        "model": model,
         "prompt": list(prompt),
         "max_tokens": num_output,
         "temperature": 0,
@@ -72,7 +73,6 @@ async def ask(
                 reply.token_ids += choice.get("token_ids") or []
             if usage := chunk.get("usage"):
                 reply.num_prompt_tokens = usage["prompt_tokens"]
-                reply.num_cached_tokens = usage["prompt_tokens_details"][
-                    "cached_tokens"
-                ]
+                details = usage.get("prompt_tokens_details") or {}
+                reply.num_cached_tokens = details.get("cached_tokens") or 0
     return reply

@@ -1,4 +1,4 @@
-"""Write folders with random Qwen3 models, for measurements that ignore the text.
+"""Write folders with random Qwen3 and Qwen3.5 models, for measurements that ignore the text.
 
 `python -m tools.random_model FOLDER` writes one that any server of Hugging Face folders can
 load; the benchmarks that start servers call `write_model`. Equal shapes give equal folders, so two
@@ -8,13 +8,20 @@ engines can be given the same one. The text is nonsense: its tokenizer is never 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from baton.protocol.errors import BatonError, ConfigError
 from tools.gpu.floors import Shape
@@ -36,29 +43,60 @@ SIZES = {
 
 
 def write_model(folder: Path, shape: Shape, device: torch.device) -> None:
-    """Write a folder; weights are drawn on `device`. Raises `ConfigError` if the folder exists."""
-    if folder.exists():
-        raise ConfigError(f"{folder} exists already: name a new folder")
+    """Write a Qwen3, with weights drawn on `device`. Raises `ConfigError` if the folder exists."""
     config = Qwen3Config(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_layers,
         num_attention_heads=shape.num_heads,
         num_key_value_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
-        max_position_embeddings=MAX_POSITIONS,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        tie_word_embeddings=shape.is_tied,
-        eos_token_id=END_ID,
-        initializer_range=WEIGHT_SCALE,
+        **_sizes(shape),
     )
+    _write(folder, lambda: Qwen3ForCausalLM(config), device)
+
+
+def write_hybrid(folder: Path, shape: Shape) -> None:
+    """Write a Qwen3.5: three of four layers keep a state for each sequence (Gated DeltaNet).
+
+    Raises `ConfigError` if the folder exists.
+    """
+    config = Qwen3_5TextConfig(
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        linear_num_key_heads=shape.num_kv_heads,
+        linear_num_value_heads=shape.num_heads,
+        linear_key_head_dim=shape.head_dim,
+        linear_value_head_dim=shape.head_dim,
+        **_sizes(shape),
+    )
+    _write(folder, lambda: Qwen3_5ForCausalLM(config), torch.device("cpu"))
+
+
+def _sizes(shape: Shape) -> dict[str, Any]:
+    return {
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "max_position_embeddings": MAX_POSITIONS,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "tie_word_embeddings": shape.is_tied,
+        "eos_token_id": END_ID,
+        "initializer_range": WEIGHT_SCALE,
+    }
+
+
+def _write(
+    folder: Path, make: Callable[[], PreTrainedModel], device: torch.device
+) -> None:
+    if folder.exists():
+        raise ConfigError(f"{folder} exists already: name a new folder")
     torch.manual_seed(0)
     with device:
-        model = Qwen3ForCausalLM(config)
+        model = make()
     with torch.no_grad():
-        model.model.embed_tokens.weight *= EMBEDDING_SCALE / WEIGHT_SCALE
+        model.get_input_embeddings().weight *= EMBEDDING_SCALE / WEIGHT_SCALE
     model.to(torch.bfloat16).save_pretrained(folder)
+    vocab_size = model.config.vocab_size
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END,
@@ -68,7 +106,7 @@ def write_model(folder: Path, shape: Shape, device: torch.device) -> None:
     (folder / "tokenizer_config.json").write_text(
         json.dumps(tokenizer_config, indent=2) + "\n"
     )
-    tokenizer(shape.vocab_size).save(str(folder / "tokenizer.json"))
+    tokenizer(vocab_size).save(str(folder / "tokenizer.json"))
 
 
 def tokenizer(vocab_size: int) -> Tokenizer:
@@ -130,12 +168,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--size", choices=list(SIZES), default="30m", help="parameters, about"
     )
-    parser.add_argument(
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument(
         "--int4", action="store_true", help="weights of four bits, in groups"
+    )
+    kinds.add_argument(
+        "--hybrid", action="store_true", help="layers that keep a state, as Qwen3.5's"
     )
     given = parser.parse_args(arguments)
     try:
-        write_model(given.folder, SIZES[given.size], torch.device("cpu"))
+        if given.hybrid:
+            write_hybrid(given.folder, SIZES[given.size])
+        else:
+            write_model(given.folder, SIZES[given.size], torch.device("cpu"))
         if given.int4:
             in_four_bits(given.folder)
     except (BatonError, OSError) as error:

@@ -19,7 +19,7 @@ from tools.peers.servers import ServerCommand
 
 KINDS = ("baton", "baton-split", "vllm", "vllm-pair")
 MODEL_NAME = "tiny"
-MAX_MODEL_LEN = 2048
+MAX_MODEL_LEN = 4096
 KV_BYTES = 1 << 30
 PREFILL_CPU = 0
 DECODE_CPU = 1
@@ -235,6 +235,7 @@ def _vllm(
         "--kv-cache-memory-bytes",
         str(KV_BYTES),
         "--disable-uvicorn-access-log",
+        "--enable-prompt-tokens-details",
     ]
     if not arm.is_compiled:
         argv.append("--enforce-eager")

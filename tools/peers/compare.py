@@ -2,8 +2,9 @@
 
 It starts the servers of every arm, lets `baton bench compare` measure them in turn, and ends them.
 All arms run at the same time, but only one works at a time, so that a slow hour of the machine is
-slow for all of them. The words after `--` go to `baton bench compare`. It needs two cores, the
-peers of `setup.sh`, and a Hugging Face folder; `tools.random_model` makes one.
+slow for all of them. The words after `--` go to `baton bench compare`, or with `--chats` to
+`tools.chats`. It needs two cores, the peers of `setup.sh`, and a Hugging Face folder;
+`tools.random_model` makes one.
 """
 
 import argparse
@@ -59,13 +60,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, default=Path(".baton/peers"), help="report and logs"
     )
+    parser.add_argument(
+        "--chats", action="store_true", help="let servers answer the turns of chats"
+    )
     given = parser.parse_args(own)
     # `finally` ends the servers.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        return compare(
-            given.model, [parse_arm(text) for text in given.arms], given.out, load
-        )
+        arms = [parse_arm(text) for text in given.arms]
+        return compare(given.model, arms, given.out, load, has_chats=given.chats)
     except BatonError as error:
         print(f"baton: {error.message}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
@@ -76,37 +79,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the words for this command and the words for the load."""
     if "--" not in words:
-        return list(words), list(LOAD)
+        return list(words), []
     cut = list(words).index("--")
     return list(words[:cut]), list(words[cut + 1 :])
 
 
-def compare(model: Path, arms: Sequence[Arm], out: Path, load: Sequence[str]) -> int:
-    """Start all servers, measure them, and return the exit code of `baton bench compare`."""
+def compare(
+    model: Path,
+    arms: Sequence[Arm],
+    out: Path,
+    load: Sequence[str],
+    *,
+    has_chats: bool = False,
+) -> int:
+    """Start all servers, measure them, and return the exit code of what measures.
+
+    That is `baton bench compare`, or `tools.chats` for a load that `has_chats`.
+    """
     check(model, arms)
     out.mkdir(parents=True, exist_ok=True)
     ports = free_ports(PORTS_PER_ARM * len(arms))
     # A short path, as sockets lie in it.
     folder = Path(tempfile.mkdtemp(prefix="baton-peers-"))
     listed: list[ServerCommand] = []
-    words: list[str] = []
+    addresses: list[str] = []
+    flags: list[str] = []
     try:
         for number, arm in enumerate(arms):
             own = tuple(ports[PORTS_PER_ARM * number : PORTS_PER_ARM * (number + 1)])
             site = ArmSite(model.absolute(), own, folder, home())
             servers = commands(arm, site)
             listed += servers
-            flags = out / f"{arm.name}.flags"
-            flags.write_text(flags_of(servers))
-            words += [
-                f"{arm.name}={site.url}#{MODEL_NAME}",
-                "--flags",
-                f"{arm.name}={flags}",
-            ]
+            file = out / f"{arm.name}.flags"
+            file.write_text(flags_of(servers))
+            addresses.append(f"{arm.name}={site.url}#{MODEL_NAME}")
+            flags += ["--flags", f"{arm.name}={file}"]
         with running(listed, (out / "logs").absolute(), START_TIMEOUT_S):
             print(f"{len(listed)} servers of {len(arms)} arms are ready", flush=True)
-            command = (sys.executable, "-m", "baton", "bench", "compare", *words)
-            done = subprocess.run([*command, "--out", str(out), *load], check=False)
+            command = ["baton", "bench", "compare", *addresses, *flags]
+            command += ["--out", str(out), *(load or LOAD)]
+            if has_chats:
+                command = ["tools.chats", *addresses, *load]
+            done = subprocess.run([sys.executable, "-m", *command], check=False)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return done.returncode
