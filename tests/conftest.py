@@ -143,7 +143,7 @@ def logging_as_it_was() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def forked_nodes() -> Iterator[None]:
-    """Fork the nodes and ranks that tests start, instead of importing torch in each."""
+    """Fork the processes of tests that need torch, instead of importing it in each."""
     server = ForkServer()
     names = ("DEVNULL", "PIPE", "STDOUT")
     forking = SimpleNamespace(
@@ -151,6 +151,7 @@ def forked_nodes() -> Iterator[None]:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("baton.runtime.process.subprocess", forking)
+        patch.setattr("tests.support.module_process.subprocess", forking)
         yield
     server.stop()
 

@@ -1,7 +1,8 @@
-"""Forks nodes and ranks from a process that has imported torch, which takes most of a start.
+"""Forks processes from one that has imported torch, which takes most of a start.
 
-What runs is the same module with the same arguments, descriptors and variables, and the test is the
-parent of its process. Tests of commands start theirs as users do.
+These are nodes, ranks, and those of tests that compile or interpret kernels. What runs is the same
+module with the same arguments, descriptors and variables, and the test is the parent of its
+process. Tests of commands start theirs as users do.
 """
 
 import ctypes
@@ -49,8 +50,11 @@ PASSING = (
     "PYTHONUNBUFFERED",
     "TOKENIZERS_PARALLELISM",
     "TORCHINDUCTOR_",
+    "TRITON_",  # which is not imported yet
     "UCX_",
 )
+# Modules of `tests.support` that need torch, and a process in which Triton starts anew.
+OF_KERNELS = ("tests.support.compile_", "tests.support.interpret_")
 PR_SET_CHILD_SUBREAPER = 36
 MAX_MESSAGE = 1 << 20
 ADOPTION_S = 30.0  # within which a child has the test for its parent
@@ -58,12 +62,12 @@ FIRST_SPARE_FD = 500  # above the numbers of a child's descriptors
 
 
 def is_forked(arguments: Sequence[str]) -> bool:
-    """Whether `python -m ...` starts a node or a rank."""
+    """Whether `python -m ...` starts what is forked."""
     match arguments:
         case [sys.executable, "-m", "baton", "prefill" | "decode", *_]:
             return True
         case [sys.executable, "-m", module, *_]:
-            return module == WORKER
+            return module == WORKER or module.startswith(OF_KERNELS)
     return False
 
 
@@ -104,7 +108,7 @@ class ForkServer:
         **how: Any,
     ) -> Forked | subprocess.Popen[bytes]:
         """In place of `subprocess.Popen`, which starts all that cannot be forked."""
-        can_fork = is_forked(arguments) and max(pass_fds) < FIRST_SPARE_FD
+        can_fork = is_forked(arguments) and max(pass_fds, default=0) < FIRST_SPARE_FD
         if can_fork:
             strays = lasting(os.environ).items() ^ self._env.items()
             assert not strays, (
@@ -211,6 +215,7 @@ def main() -> None:
             importlib.import_module(name)
         assert threading.active_count() == 1
         assert len(os.listdir("/proc/self/task")) == 1, "a thread would not be forked"
+        assert "triton" not in sys.modules, "it could no more be told to interpret"
         gc.collect()
         gc.freeze()
         request = serve(requests)

@@ -1,6 +1,7 @@
 """Runs a module as a process of its own, for what an interpreter decides once when it starts."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -9,23 +10,28 @@ from tests.support.sources import REPOSITORY
 
 
 def said_by(
-    module: str,
-    *words: str,
-    env: Mapping[str, str] | None = None,
-    timeout_s: float = 280.0,
+    module: str, *words: str, env: Mapping[str, str] | None = None
 ) -> list[str]:
     """Return the lines that `module` printed. Only `env` may set how Triton works."""
     inherited = {
         name: value for name, value in os.environ.items() if name[:7] != "TRITON_"
     }
-    done = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, "-m", module, *words],
         cwd=REPOSITORY,
         env=inherited | dict(env or {}),
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        pass_fds=(),
+        start_new_session=True,
     )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr
-    return done.stdout.splitlines()
+    assert process.stdout is not None
+    try:
+        with process.stdout as output:
+            said = output.read().decode(errors="replace")
+    except BaseException:  # such as the test's timeout
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    assert process.wait() == 0, said[-6000:]
+    return said.splitlines()

@@ -55,5 +55,4 @@ def test_bits_are_equal_on_other_cpus(name):
         CHOSEN if libraries else IN_BF16,
         *(str(HERE / f) for f in FILES),
         env={"TEST_CPU": name, **dict(zip(LIBRARIES, libraries, strict=False))},
-        timeout_s=280.0,
     )
