@@ -39,6 +39,7 @@ HOST_ONLY_ROOMS = (
 )
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("group", USES)
 def test_a_host_only_part_does_its_work_without_torch(group):
     plugin = ("-p", "tests.support.without_torch", "-p", "no:cacheprovider")
