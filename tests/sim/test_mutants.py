@@ -4,19 +4,13 @@ import pytest
 
 from tests.sim.mutants import MUTANTS, first_found, mutated, shrunk
 
-# A few schedules find these. Most others take up to 120.
+# One or two schedules find these. Most others take up to 120.
 COMMON = (
-    "wait for the reads of one rank",
     "free blocks before their reads have ended",
     "take tokens that the client has for new ones",
-    "introduce half of a node in a new session",
     "take an old success of libzmq for a new one",
-    "read a backlog once more in each turn",
-    "parse large bodies on the loop",
     "begin a form anew on another node",
     "go on without a rank",
-    "blame requests for a killed rank",
-    "believe transports",
 )
 # Those whose schedules take least first.
 QUICK_SEEDS = (5, 9, 4, 8, 7, 6, 3, 1, 0, 2)
