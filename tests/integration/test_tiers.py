@@ -20,13 +20,19 @@ from tests.support.oracle import count_ties, prompt
 NUM_PROMPT, NUM_OUTPUT = 160, 8
 NUM_CACHED = (NUM_PROMPT - 1) // BLOCK * BLOCK
 SAVED_S = 0.6  # three times what it takes
+FOLDER_GIB = 1 / 64  # a node lists all its slots when it starts
 POOL_BLOCKS = 2 * NUM_PROMPT // BLOCK
 
 
 def small(config: ClusterConfig, **cache: object) -> ClusterConfig:
     """`config` with pools that hold about two prompts."""
     changed = msgspec.structs.replace(
-        config.cache, num_blocks=POOL_BLOCKS, memory_mib=0, prefix_reads="off", **cache
+        config.cache,
+        num_blocks=POOL_BLOCKS,
+        memory_mib=0,
+        prefix_reads="off",
+        folder_size=FOLDER_GIB,
+        **cache,
     )
     return msgspec.structs.replace(config, cache=changed)
 

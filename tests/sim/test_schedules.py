@@ -83,8 +83,6 @@ def test_without_a_fault_every_handoff_lands(seed):
 
 CUT_S = 1005.0
 HEALED_S = 1026.0
-FIRST_SEED = 191
-LAST_SEED = 202
 
 
 @dataclass
@@ -134,10 +132,15 @@ def has_another_pair(seed: int) -> bool:
         return len(World(loop, seed).nodes) > 2
 
 
-def test_requests_leave_a_cut_pair_within_five_seconds_and_none_probes_it():
+@pytest.mark.parametrize(
+    ("first", "last", "num_meeting"), [(196, 198, 2), nightly(191, 202, 5)]
+)
+def test_requests_leave_a_cut_pair_within_five_seconds_and_none_probes_it(
+    first, last, num_meeting
+):
     """Prefill tries the channel by itself, and the pair gets requests again once it is open."""
     num_met = 0
-    for seed in filter(has_another_pair, range(FIRST_SEED, LAST_SEED + 1)):
+    for seed in filter(has_another_pair, range(first, last + 1)):
         result, told = told_of_pairs(seed, [[Fault("drop peers", 4.0, 0, 0, 7.0)], []])
         assert not result.problems
         failed = [one for one in told if one.what == "failed"]
@@ -157,4 +160,4 @@ def test_requests_leave_a_cut_pair_within_five_seconds_and_none_probes_it():
                     CUT_S - 5.0 < at_s <= one.at_s < at_s + 5.0 for at_s in sent_s
                 ), seed
         assert not any(first_s < at_s < reached_s for at_s in sent_s), seed
-    assert num_met >= 4
+    assert num_met >= num_meeting
