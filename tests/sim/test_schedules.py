@@ -133,7 +133,7 @@ def has_another_pair(seed: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("first", "last", "num_meeting"), [(196, 198, 2), nightly(191, 202, 5)]
+    ("first", "last", "num_meeting"), [(196, 198, 2), nightly(191, 202, 4)]
 )
 def test_requests_leave_a_cut_pair_within_five_seconds_and_none_probes_it(
     first, last, num_meeting
