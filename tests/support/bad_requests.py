@@ -566,6 +566,7 @@ def of_chats() -> Iterator[BadRequest]:
 def of_bodies() -> Iterator[BadRequest]:
     """Bodies that are no object, no JSON, or not what their headers say."""
     whole = {path: body_of(fields) for path, fields in WHOLE.items()}
+    bomb = gzip.compress(b" " * (64 * MIB), compresslevel=1)
     for path, good in whole.items():
         for body in (
             b"",
@@ -599,9 +600,7 @@ def of_bodies() -> Iterator[BadRequest]:
         yield BadRequest(path, good, None, encoding="gzip")
         yield BadRequest(path, gzip.compress(good)[:-12], None, encoding="gzip")
         yield BadRequest(path, b'{"prompt":"' + b"x" * (5 * MIB) + b'"}', None, 413)
-        yield BadRequest(
-            path, gzip.compress(b" " * (64 * MIB)), None, 413, encoding="gzip"
-        )
+        yield BadRequest(path, bomb, None, 413, encoding="gzip")
         yield BadRequest(path, b"", None, 405, method="PUT")
     call = f'{{"name":"f","arguments":{OBJECTS}}}'
     turns = f'[{{"role":"assistant","tool_calls":[{{"function":{call}}}]}}]'

@@ -43,7 +43,7 @@ def compiled(folder: Path, *cases: str) -> Reports:
 
 def test_attention_of_an_8b_model_fits_a_small_gpu_and_spills_no_register(tmp_path):
     """On the GPU with the least shared memory."""
-    cases = ("decode bf16 128", "prefill bf16 128", "decode fp8 128")
+    cases = ("decode fp8 128", "prefill bf16 128")
     check(compiled(tmp_path, "120", *cases), "120")
 
 
