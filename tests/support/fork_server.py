@@ -1,8 +1,8 @@
 """Forks processes from one that has imported torch, which takes most of a start.
 
-These are nodes, ranks, and those of tests that compile or interpret kernels. What runs is the same
-module with the same arguments, descriptors and variables, and the test is the parent of its
-process. Tests of commands start theirs as users do.
+These are routers, nodes, ranks, and those of tests that compile or interpret kernels. What runs is
+the same module with the same arguments, descriptors and variables, and the test is the parent of
+its process. Tests of commands start theirs as users do.
 """
 
 import ctypes
@@ -32,6 +32,7 @@ IMPORTED = (
     "baton.node.node",
     "baton.node.node_http",
     "baton.prefill_node.scheduler",
+    "baton.router.main",
     "baton.decode_node.scheduler",
     WORKER,
     # Imported where they are first needed.
@@ -64,7 +65,7 @@ FIRST_SPARE_FD = 500  # above the numbers of a child's descriptors
 def is_forked(arguments: Sequence[str]) -> bool:
     """Whether `python -m ...` starts what is forked."""
     match arguments:
-        case [sys.executable, "-m", "baton", "prefill" | "decode", *_]:
+        case [sys.executable, "-m", "baton", "prefill" | "decode" | "router", *_]:
             return True
         case [sys.executable, "-m", module, *_]:
             return module == WORKER or module.startswith(OF_KERNELS)
