@@ -15,40 +15,77 @@ from baton.protocol.messages import CacheChanges
 # Blocks per node, each of which takes about 200 bytes here. Of a larger cache, the first blocks
 # count.
 MAX_BLOCKS_PER_NODE = 1 << 17
-MAX_NAMED = 256
+# The bits of a set of nodes, each of which has one. Sets of a thousand nodes are compared at once.
+NodeMask = int
+FEW = 32  # so many nodes are looked for one by one
+
+
+class NodeBits:
+    """Gives each node a bit, the same one in every index."""
+
+    def __init__(self) -> None:
+        self._bits: dict[NodeId, NodeMask] = {}
+        self._nodes: dict[int, NodeId] = {}  # by the index of the bit
+
+    def take(self, node: NodeId) -> NodeMask:
+        """Return the bit of a node, which keeps it until it gives it back."""
+        bit = self._bits.get(node)
+        if bit is None:
+            index = next(index for index in count() if index not in self._nodes)
+            bit = 1 << index
+            self._bits[node] = bit
+            self._nodes[index] = node
+        return bit
+
+    def give_back(self, node: NodeId) -> None:
+        bit = self._bits.pop(node, None)
+        if bit is not None:
+            del self._nodes[bit.bit_length() - 1]
+
+    def nodes_in(self, mask: NodeMask, limit: int | None = None) -> list[NodeId]:
+        """Return the nodes of a mask in the order of their bits, or the first of them."""
+        nodes = self._nodes
+        num_nodes = mask.bit_count()
+        if limit is not None:
+            num_nodes = min(num_nodes, limit)
+        elif num_nodes > FEW:
+            digits = bin(mask)[:1:-1]  # from index 0 on
+            return [nodes[index] for index, bit in enumerate(digits) if bit == "1"]
+        found = []
+        for _ in range(num_nodes):
+            lowest = mask & -mask
+            found.append(nodes[lowest.bit_length() - 1])
+            mask ^= lowest
+        return found
 
 
 @dataclass(slots=True)
 class _KnownCache:
-    index: int  # the index of the node's bit in the masks
-    bit: int  # the mask of this node alone, which many blocks share
+    bit: NodeMask  # which many blocks share
     keys: set[BlockKey] = field(default_factory=set)
     next_number: int = 0  # the number of the node's next message
 
 
 class CacheIndex:
-    """Maps the keys of blocks to masks with a bit for each node that has the block.
+    """Maps the keys of blocks to masks of the nodes that have the block.
 
     A prompt is looked up once for all nodes, and not once per node.
     """
 
-    def __init__(self, max_blocks_per_node: int = MAX_BLOCKS_PER_NODE) -> None:
+    def __init__(
+        self, bits: NodeBits, max_blocks_per_node: int = MAX_BLOCKS_PER_NODE
+    ) -> None:
         self.num_gaps = 0  # gaps in the announcements of all nodes since the start
+        self._bits = bits
         self._max_blocks = max_blocks_per_node
         self._nodes: dict[NodeId, _KnownCache] = {}
-        self._names: dict[int, NodeId] = {}  # by index
-        self._holders: dict[BlockKey, int] = {}
-        # By masks that were asked for lately.
-        self._named: dict[int, tuple[NodeId, ...]] = {}
+        self._holders: dict[BlockKey, NodeMask] = {}
 
     def hear(self, node: NodeId, changes: CacheChanges) -> bool:
         """Take in an announcement. Return False if one was missed; the node must then send all."""
         if changes.number == 0:
             self.forget(node)
-            index = next(index for index in count() if index not in self._names)
-            self._names[index] = node
-            self._named.clear()
-            self._nodes[node] = _KnownCache(index, 1 << index)
+            self._nodes[node] = _KnownCache(self._bits.take(node))
         known = self._nodes.get(node)
         if known is None or known.next_number != changes.number:
             self.num_gaps += 1
@@ -57,7 +94,7 @@ class CacheIndex:
         known.next_number += 1
         removed = known.keys.intersection(unpack_keys(changes.removed))
         known.keys -= removed
-        self._clear(known.index, removed)
+        self._clear(known.bit, removed)
         room = self._max_blocks - len(known.keys)
         added = unpack_keys(changes.added)[:room]
         bit = known.bit
@@ -72,25 +109,23 @@ class CacheIndex:
         """Drop all entries of a node."""
         known = self._nodes.pop(node, None)
         if known is not None:
-            self._clear(known.index, known.keys)
-            del self._names[known.index]
-            self._named.clear()
+            self._clear(known.bit, known.keys)
 
     def num_blocks(self, node: NodeId) -> int:
         """Return how many announced blocks a node holds."""
         known = self._nodes.get(node)
         return 0 if known is None else len(known.keys)
 
-    def holders(self, key: BlockKey) -> tuple[NodeId, ...]:
+    def holders(self, key: BlockKey) -> NodeMask:
         """Return the nodes that hold a block."""
-        return self._nodes_in(self._holders.get(key, 0))
+        return self._holders.get(key, 0)
 
-    def held(self, keys: Sequence[BlockKey]) -> dict[int, tuple[NodeId, ...]]:
+    def held(self, keys: Sequence[BlockKey]) -> dict[int, NodeMask]:
         """Return the nodes that hold so many blocks at the front of a prompt, for each number > 0.
 
-        A node is named once, with all that it holds.
+        A node is in one of the masks, for all that it holds.
         """
-        found: dict[int, tuple[NodeId, ...]] = {}
+        found: dict[int, NodeMask] = {}
         if not keys:
             return found
         having = self._holders.get(keys[0], 0)
@@ -100,27 +135,14 @@ class CacheIndex:
             is_last = num_blocks == len(keys)
             further = 0 if is_last else having & self._holders.get(keys[num_blocks], 0)
             if further != having:
-                found[num_blocks] = self._nodes_in(having ^ further)
+                found[num_blocks] = having ^ further
             having = further
         return found
 
-    def _clear(self, index: int, keys: set[BlockKey]) -> None:
-        bit = 1 << index
+    def _clear(self, bit: NodeMask, keys: set[BlockKey]) -> None:
         holders = self._holders
         for key in keys:
             if left := holders[key] & ~bit:
                 holders[key] = left
             else:
                 del holders[key]
-
-    def _nodes_in(self, mask: int) -> tuple[NodeId, ...]:
-        named = self._named.get(mask)
-        if named is None:
-            bits = bin(mask)[:1:-1]  # from index 0 on
-            named = tuple(
-                self._names[index] for index, bit in enumerate(bits) if bit == "1"
-            )
-            if len(self._named) == MAX_NAMED:
-                self._named.clear()
-            self._named[mask] = named
-        return named

@@ -6,7 +6,8 @@ whether blocks can be read. So a prefill node whose blocks cannot be read does n
 load because it is idle. Broken channels are tried by the prefill node itself, without a request.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ import msgspec
 from baton.protocol.errors import Failure
 from baton.protocol.ids import Key, NodeId
 from baton.protocol.messages import NodeInfo, StageTimes
+from baton.router.core.cache_index import NodeMask
 from baton.router.core.request import NodeProcess
 
 FIRST_AVOID_S = 5.0
@@ -143,11 +145,30 @@ class Pairs:
         return found
 
 
+# How much a node has to do, in the unit of its role, then its tokens and its id.
+LoadKey = tuple[int, int, NodeId]
+
+
+class LoadOrder:
+    """Nodes of a role, the least loaded first, and the mask of them."""
+
+    __slots__ = ("keys", "nodes")
+
+    def __init__(self, keys: Iterable[LoadKey], nodes: NodeMask) -> None:
+        self.keys = sorted(keys)
+        self.nodes = nodes
+
+    def move(self, old: LoadKey, new: LoadKey) -> None:
+        """Put a node in its place after its load has changed."""
+        del self.keys[bisect_left(self.keys, old)]
+        insort(self.keys, new)
+
+
 class Host(msgspec.Struct, frozen=True):
     """Nodes in service that can read each other within a host."""
 
-    prefills: tuple[NodeId, ...]
-    decodes: tuple[NodeId, ...]
+    prefills: LoadOrder
+    decodes: LoadOrder
 
 
 class Hosts(msgspec.Struct, frozen=True):
@@ -157,15 +178,18 @@ class Hosts(msgspec.Struct, frozen=True):
     is_one: bool = False  # all nodes in service are on one of them
 
 
-def hosts_of(prefills: Sequence[NodeInfo], decodes: Sequence[NodeInfo]) -> Hosts:
+def hosts_of(
+    prefills: Sequence[NodeInfo],
+    decodes: Sequence[NodeInfo],
+    order_of: Callable[[Iterable[NodeId]], LoadOrder],
+) -> Hosts:
     """Return the hosts of these nodes, which are all nodes in service."""
     first = _by_way(prefills)
     second = _by_way(decodes)
-    shared = tuple(
-        Host(tuple(first[way]), tuple(second[way])) for way in first if way in second
-    )
+    ways = [way for way in first if way in second]
     num_nodes = len(prefills) + len(decodes)
-    is_one = any(len(one.prefills) + len(one.decodes) == num_nodes for one in shared)
+    is_one = any(len(first[way]) + len(second[way]) == num_nodes for way in ways)
+    shared = tuple(Host(order_of(first[way]), order_of(second[way])) for way in ways)
     return Hosts(shared, is_one)
 
 

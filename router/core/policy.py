@@ -8,21 +8,25 @@ names a full node, the attempt waits, so no prompt is computed without a decode 
 
 import math
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from itertools import chain
-from operator import attrgetter
 
 from baton.protocol.blocks import MIN_READ_TOKENS, blocks_needed
 from baton.protocol.config import LocalPrefill
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import Role, TierName
+from baton.router.core.cache_index import NodeMask
 from baton.router.core.ranking import (
     HANDOFF_TOKENS,
-    NO_NODES,
+    NO_PENALTY,
+    Group,
+    Penalty,
     RankedPair,
     Ranking,
     all_pairs,
     best_of_hosts,
     best_pair,
+    better_of_hosts,
 )
 from baton.router.core.registry import Node, Registry
 from baton.router.core.request import Attempt
@@ -39,12 +43,6 @@ MAX_LENDERS = 8  # of those that have a hot prefix, so many are looked at
 # A decode node that was chosen because it had most of a prompt cached refuses the prompt if it
 # would have to compute more than this many times what the setting allows.
 MISPREDICTION = 2
-
-_node_id = attrgetter("node_id")
-_num_sequences = attrgetter("num_sequences")
-_num_suspects = attrgetter("num_suspects")
-_num_tokens = attrgetter("num_tokens")
-_order = attrgetter("order")
 
 
 class CheapestPair:
@@ -91,12 +89,11 @@ class CheapestPair:
         self, now_s: float, search: "_PairSearch", attempt: Attempt
     ) -> Attempt | None:
         if attempt.is_pooled:
-            prefills = search.prefills()
-            return search.selected(prefills.best(), None) if prefills else None
+            return search.prefill_only(search.prefills())
         if self._mode == "always":
             return search.local(search.able_decodes())
         # Decode nodes that may compute it, as they lack little of it.
-        near = NO_NODES
+        near = None
         if self._mode == "auto" and attempt.wants_decode and not attempt.is_remote_only:
             near = search.able_decodes(attempt.num_tokens - self._local_tokens)
         max_uncached = MISPREDICTION * self._local_tokens
@@ -105,7 +102,7 @@ class CheapestPair:
             return search.local(near, max_uncached=max_uncached)
         prefills = search.prefills()
         if not attempt.wants_decode and prefills:
-            return search.selected(prefills.best(), None)
+            return search.prefill_only(prefills)
         pair = search.cheapest_pair(now_s, prefills)
         if near and (pair is None or near.best_rank() <= pair.rank):
             return search.local(near, max_uncached=max_uncached)
@@ -114,6 +111,20 @@ class CheapestPair:
         # Without an alternative, a pair that failed lately is better than none.
         pair = pair or search.possible_pair(prefills)
         return None if pair is None else search.selected(pair.prefill, pair.decode)
+
+
+@dataclass(slots=True)
+class _Holding:
+    """Nodes that have equally much of a prompt, in tokens."""
+
+    nodes: NodeMask = 0
+    num_held: int = 0  # in their pools
+    num_cached: int = 0  # of these, those that need not be computed
+    saved: float = 0.0  # need not be computed, less what reading them from tiers costs
+    known: float = 0.0  # about how many need not be computed
+
+
+NOTHING = _Holding()
 
 
 class _PairSearch:
@@ -140,28 +151,25 @@ class _PairSearch:
         size = self._block_size = 1 if model is None else model.layout.block_size
         self._state_blocks = 0 if model is None else model.layout.state_blocks
         self._likely_blocks = self._blocks(self._likely_tokens, attempt.num_choices)
-        self._held: dict[NodeId, int] = {}
-        self._cached: dict[NodeId, int] = {}
         # The last token is always computed, for its logits.
         most = (attempt.num_tokens - 1) // size * size
         self._lenders: list[Node] = []  # decode nodes with most of the prompt
         self._readable = 0  # tokens, from each of these
         # What one of these tokens costs them to load from their tiers.
         self._lender_read = 0.0
+        self._holdings: list[_Holding] = []  # no node is in two of them
         for num_blocks, nodes in registry.caches.held(attempt.block_keys).items():
-            self._held.update(dict.fromkeys(nodes, num_blocks * size))
-            self._cached.update(dict.fromkeys(nodes, min(num_blocks * size, most)))
-            self._lend(nodes, min(num_blocks * size, most), 0.0)
-        # Tokens that each node need not compute, less what reading them from its tiers costs.
-        self._saved: dict[NodeId, float] = dict(self._cached)
-        # About how many tokens of the prompt each node need not compute.
-        self._known: dict[NodeId, float] = dict(self._held)
+            held = num_blocks * size
+            cached = min(held, most)
+            self._holdings.append(_Holding(nodes, held, cached, cached, held))
+            self._lend(nodes, cached, 0.0)
         for name, index in registry.tiers.items():
             for num_blocks, nodes in index.held(attempt.block_keys).items():
-                self._save(nodes, min(num_blocks * size, most), TIER_READS[name])
-                self._lend(nodes, min(num_blocks * size, most), TIER_READS[name])
+                num_tokens = min(num_blocks * size, most)
+                self._save(nodes, num_tokens, TIER_READS[name])
+                self._lend(nodes, num_tokens, TIER_READS[name])
 
-    def _lend(self, nodes: Iterable[NodeId], num_tokens: int, read: float) -> None:
+    def _lend(self, nodes: NodeMask, num_tokens: int, read: float) -> None:
         """Let those of these nodes lend that many tokens, if it saves more than others do."""
         if num_tokens * (1 - read) <= self._readable * (1 - self._lender_read):
             return
@@ -170,54 +178,67 @@ class _PairSearch:
             self._readable = num_tokens
             self._lender_read = read
 
-    def _save(self, nodes: Iterable[NodeId], num_tokens: int, read: float) -> None:
+    def _save(self, nodes: NodeMask, num_tokens: int, read: float) -> None:
         """Count the first tokens of the prompt, which a tier of each of these nodes holds."""
-        cached = self._cached
-        most_cached = num_tokens - MIN_READ_TOKENS
-        for node in nodes:
-            if (num_cached := cached.get(node, 0)) <= most_cached:
-                saved = num_cached + (1 - read) * (num_tokens - num_cached)
-                self._saved[node] = max(saved, self._saved.get(node, 0))
-                self._known[node] = max(saved, self._known.get(node, 0))
+        without = nodes
+        apart = []
+        for one in self._holdings:
+            without &= ~one.nodes
+            both = one.nodes & nodes
+            if not both or one.num_cached > num_tokens - MIN_READ_TOKENS:
+                continue
+            if both != one.nodes:
+                apart.append(replace(one, nodes=one.nodes ^ both))
+                one.nodes = both
+            _count_tier(one, num_tokens, read)
+        self._holdings += apart
+        if without and num_tokens >= MIN_READ_TOKENS:
+            holding = _Holding(without)
+            _count_tier(holding, num_tokens, read)
+            self._holdings.append(holding)
+
+    def _holding(self, node: Node) -> _Holding:
+        """Return what a node has of the prompt."""
+        bit = node.bit
+        return next((one for one in self._holdings if one.nodes & bit), NOTHING)
 
     def prefills(self) -> Ranking:
         """Return the prefill nodes that could hold the prompt if they were empty."""
         nodes = self._large_enough("prefill", self._blocks(self._attempt.num_tokens, 1))
-        waits = list(map(_num_tokens, nodes))
+        others_have = 0.0
         if not self._lenders or self._readable < MIN_READ_TOKENS:
-            return self._ranking(nodes, waits, self._saved)
-        has, others_have = self._with_reads(nodes)
-        return self._ranking(nodes, waits, has, others_have=others_have)
+            has = [(one.nodes, one.saved) for one in self._holdings]
+        elif self._registry.is_uniform():
+            # Nearly always all nodes compute alike and reach each other.
+            has = [(one.nodes, self._with_read(one)) for one in self._holdings]
+            others_have = self._with_read(NOTHING)
+        else:
+            has = self._with_reads()
+        return self._ranking("prefill", nodes, has, others_have=others_have)
 
-    def _with_reads(self, prefills: list[Node]) -> tuple[dict[NodeId, float], float]:
-        """Return what nodes have of the prompt if tokens count that they could read.
+    def _with_reads(self) -> list[tuple[NodeMask, float]]:
+        """Return what prefill nodes have of the prompt if tokens count that they could read."""
+        found: dict[float, NodeMask] = {}
+        for node in self._registry.in_service("prefill"):
+            holding = self._holding(node)
+            can_read = any(self._can_lend(one, node) for one in self._lenders)
+            has = self._with_read(holding) if can_read else holding.saved
+            found[has] = found.get(has, 0) | node.bit
+        return [(nodes, has) for has, nodes in found.items()]
 
-        The second number is what each node has that is not named.
-        """
-        saved = (
-            1
-            - (NEAR_READ if self._registry.hosts().is_one else FAR_READ)
-            - self._lender_read
-        )
-        has = dict(self._saved)
-        # Nearly always all nodes compute alike and reach each other, which is quick to see.
-        is_uniform = self._registry.is_uniform()
-        cached = self._cached
-        most_held = self._readable - MIN_READ_TOKENS
-        for node in prefills:
-            num_held = cached.get(node.node_id, 0)
-            if num_held > most_held:
-                continue
-            if is_uniform and not num_held and node.node_id not in has:
-                continue
-            if (num_more := self._num_read(node)) > 0:
-                of_tiers = self._saved.get(node.node_id, 0.0)
-                has[node.node_id] = max(of_tiers, num_held + saved * num_more)
-        return has, saved * self._readable if is_uniform else 0.0
+    def _with_read(self, holding: _Holding) -> float:
+        """Return what a node has of the prompt if it could read from any of the lenders."""
+        num_held = holding.num_cached
+        num_more = self._readable - num_held
+        if num_more < MIN_READ_TOKENS:
+            return holding.saved
+        read = NEAR_READ if self._registry.hosts().is_one else FAR_READ
+        saved = 1 - read - self._lender_read
+        return max(holding.saved, num_held + saved * num_more)
 
     def _num_read(self, prefill: Node) -> int:
         """Return how many tokens that node could read from another one instead of computing."""
-        num_more = self._readable - self._cached.get(prefill.node_id, 0)
+        num_more = self._readable - self._holding(prefill).num_cached
         if num_more < MIN_READ_TOKENS:
             return 0
         return (
@@ -230,10 +251,8 @@ class _PairSearch:
         """Return whether a node has as much as any other, also beyond those that are looked at."""
         if decode in self._lenders:
             return True
-        return (
-            decode.lends_prefixes
-            and self._held.get(decode.node_id, 0) >= self._readable
-        )
+        has_as_much = self._holding(decode).num_held >= self._readable
+        return decode.lends_prefixes and has_as_much
 
     def _can_lend(self, lender: Node, prefill: Node) -> bool:
         return lender.lends_to(prefill) and self._registry.can_pair(prefill, lender)
@@ -249,80 +268,84 @@ class _PairSearch:
         usable = [one for one in self._lenders if self._can_lend(one, prefill)]
         return min(usable, key=lambda one: (one.num_tokens, one.node_id), default=None)
 
-    def able_decodes(self, least_held: int = 0) -> Ranking:
+    def able_decodes(self, least_known: int = 0) -> Ranking | None:
         """Return the decode nodes that could compute the prompt themselves.
 
-        Only those that hold at least `least_held` tokens of the prompt count.
+        Only those that have at least `least_known` tokens of the prompt count.
         """
-        # Of a prompt that it received, a decode node has no state from which it could go on.
-        if least_held > 0 and (not self._saved or self._state_blocks):
-            return NO_NODES
-        return self._decodes(self._saved, least_held=least_held)
-
-    def _decodes(
-        self, has: Mapping[NodeId, float], read: float = 1, least_held: int = 0
-    ) -> Ranking:
-        """Return the decode nodes if each token that they lack costs `read`."""
-        num_blocks = self._blocks(
-            self._attempt.num_final_tokens, self._attempt.num_choices
+        holdings = self._holdings
+        nodes = self._decodes()
+        if least_known > 0:
+            # Of a prompt that it received, a decode node has no state from which it could go on.
+            if self._state_blocks:
+                return None
+            holdings = [one for one in holdings if one.known >= least_known]
+            known = 0
+            for one in holdings:
+                known |= one.nodes
+            nodes &= known
+        return self._ranking(
+            "decode", nodes, [(one.nodes, one.saved) for one in holdings]
         )
-        nodes = self._large_enough("decode", num_blocks)
-        if least_held > 0:
-            known = self._known
-            nodes = [node for node in nodes if known.get(node.node_id, 0) >= least_held]
-        slot_tokens = self._slot_tokens
-        waits = [number * slot_tokens for number in map(_num_sequences, nodes)]
-        return self._ranking(nodes, waits, has, read)
 
-    def _large_enough(self, role: Role, num_blocks: int) -> list[Node]:
+    def _receivers(self, read: float) -> Ranking:
+        """Return the decode nodes if each token that they lack costs `read`."""
+        has = [(one.nodes, one.num_held) for one in self._holdings]
+        return self._ranking("decode", self._decodes(), has, read)
+
+    def _decodes(self) -> NodeMask:
+        attempt = self._attempt
+        num_blocks = self._blocks(attempt.num_final_tokens, attempt.num_choices)
+        return self._large_enough("decode", num_blocks)
+
+    def _large_enough(self, role: Role, num_blocks: int) -> NodeMask:
         """Return the nodes in service that have the adapter and at least that many blocks."""
-        nodes = self._registry.in_service(role)
-        if lora := self._attempt.lora:
-            nodes = [node for node in nodes if lora in node.loras]
-        if num_blocks <= self._registry.smallest_pool(role):
-            return nodes
-        return [node for node in nodes if _pool(node) >= num_blocks]
+        lora = self._attempt.lora
+        if not lora and num_blocks <= self._registry.smallest_pool(role):
+            return self._registry.by_load(role).nodes
+        found = 0
+        for node in self._registry.in_service(role):
+            if (not lora or lora in node.loras) and _pool(node) >= num_blocks:
+                found |= node.bit
+        return found
 
     def _ranking(
         self,
-        nodes: list[Node],
-        waits: list[int],
-        has: Mapping[NodeId, float],
+        role: Role,
+        nodes: NodeMask,
+        has: Iterable[tuple[NodeMask, float]],
         read: float = 1,
         others_have: float = 0,
     ) -> Ranking:
-        """Return nodes with their costs: their waits, plus `read` for each token that they lack.
+        """Return these nodes with what an attempt costs: `read` for each token that they lack.
 
-        `has` names the nodes that have other tokens of the prompt than all others. No attempt
-        shares a node with a suspect while there is another node.
+        `has` names the nodes that have other tokens of the prompt than all others.
         """
-        avoid = self._attempt.avoid
         num_tokens = self._attempt.num_tokens
-        checks_room = self.checks_room
-        if has:
-            costs = [
-                wait + read * (num_tokens - has.get(node_id, others_have))
-                for node_id, wait in zip(map(_node_id, nodes), waits, strict=True)
-            ]
-        else:
-            cost = read * (num_tokens - others_have)
-            costs = [wait + cost for wait in waits]
-        if not (avoid or checks_room or any(map(_num_suspects, nodes))):
-            return Ranking(nodes, costs)
-        penalties = [
-            (
-                node.process in avoid,
-                node.num_suspects,
-                checks_room and not self._has_room(node),
-            )
-            for node in nodes
-        ]
-        return Ranking(nodes, costs, penalties)
+        groups = []
+        for members, num_had in has:
+            if members & nodes:
+                cost = read * (num_tokens - num_had)
+                groups.append(Group(members & nodes, cost))
+                nodes ^= members & nodes
+        if nodes:
+            groups.append(Group(nodes, read * (num_tokens - others_have)))
+        load_tokens = 1 if role == "prefill" else self._slot_tokens
+        return Ranking(self._registry, role, groups, load_tokens, self._penalty)
+
+    def _penalty(self, node: Node) -> Penalty:
+        """Return what sets a node back: a suspect shares none while there is another."""
+        avoid = self._attempt.avoid
+        is_avoided = bool(avoid) and node.process in avoid
+        is_full = self.checks_room and not self._has_room(node)
+        if not (is_avoided or is_full or node.num_suspects):
+            return NO_PENALTY
+        return is_avoided, node.num_suspects, is_full
 
     def _has_room(self, node: Node) -> bool:
-        num_blocks = min(self._likely_blocks, _pool(node) // 2)
-        has_room = node.has_room(num_blocks, leaves_room=self._leaves_room)
-        return has_room and node.node_id not in self._kept
+        if self._kept and node.node_id in self._kept:
+            return False
+        return node.has_room(self._likely_blocks, leaves_room=self._leaves_room)
 
     def cheapest_pair(self, now_s: float, prefills: Ranking) -> RankedPair | None:
         """Return the cheapest pair that works; None if none does.
@@ -331,55 +354,72 @@ class _PairSearch:
         independent, except for the path between them.
         """
         hosts = self._registry.hosts()
-        decodes = self._decodes(self._held, NEAR_READ if hosts.is_one else FAR_READ)
-        if not decodes or not prefills:
+        decodes = self._receivers(NEAR_READ if hosts.is_one else FAR_READ)
+        best = best_pair(prefills, decodes)
+        if best is None:
             return None
-        best = [best_pair(prefills, decodes)]
-        if hosts.shared and not hosts.is_one:
-            near = self._decodes(self._held, NEAR_READ)
-            best += best_of_hosts(hosts.shared, prefills, near)
-            best.sort(key=_order)
-        for pair in chain(best, all_pairs(prefills, decodes)):
+        shared = () if hosts.is_one else hosts.shared
+        near = self._receivers(NEAR_READ) if shared else decodes
+        found = better_of_hosts(shared, prefills, near, best)
+        if self._works(now_s, found):
+            return found
+        others = [best, *best_of_hosts(shared, prefills, near)]
+        others.sort(key=lambda pair: pair.order)
+        for pair in chain(others, all_pairs(prefills, decodes)):
             if self._works(now_s, pair):
                 return pair
         return None
 
     def _works(self, now_s: float, pair: RankedPair) -> bool:
-        prefill = pair.prefill
-        decode = pair.decode
+        prefill = self._node(pair.prefill)
+        decode = self._node(pair.decode)
         allows = self._registry.pairs.allows(now_s, prefill.process, decode.process)
         return allows and self._registry.can_pair(prefill, decode)
 
     def possible_pair(self, prefills: Ranking) -> RankedPair | None:
         """Return the best pair that could exchange blocks, though its handoffs fail now."""
-        decodes = self._decodes(self._held, FAR_READ)
-        pairs = all_pairs(prefills, decodes)
-        can_pair = self._registry.can_pair
-        return next((one for one in pairs if can_pair(one.prefill, one.decode)), None)
+        for pair in all_pairs(prefills, self._receivers(FAR_READ)):
+            if self._registry.can_pair(
+                self._node(pair.prefill), self._node(pair.decode)
+            ):
+                return pair
+        return None
+
+    def _node(self, name: NodeId) -> Node:
+        node = self._registry.node(name)
+        assert node is not None, "nodes that are ranked are in service"
+        return node
+
+    def prefill_only(self, candidates: Ranking) -> Attempt | None:
+        """Select the best of these nodes, which need not hand the prompt over."""
+        best = candidates.best()
+        return None if best is None else self.selected(best[3], None)
 
     def local(
         self,
-        candidates: Ranking,
+        candidates: Ranking | None,
         *,
         is_fallback: bool = False,
         max_uncached: int | None = None,
     ) -> Attempt | None:
         """Select the best of these nodes, to compute the prompt itself."""
-        if not candidates:
+        best = None if candidates is None else candidates.best()
+        if best is None:
             return None
-        node = candidates.best()
         return self.selected(
-            None, node, is_fallback=is_fallback, max_uncached=max_uncached
+            None, best[3], is_fallback=is_fallback, max_uncached=max_uncached
         )
 
     def selected(
         self,
-        prefill: Node | None,
-        decode: Node | None,
+        prefill_node: NodeId | None,
+        decode_node: NodeId | None,
         *,
         is_fallback: bool = False,
         max_uncached: int | None = None,
     ) -> Attempt:
+        prefill = None if prefill_node is None else self._node(prefill_node)
+        decode = None if decode_node is None else self._node(decode_node)
         attempt = self._attempt
         nodes = [node for node in (prefill, decode) if node is not None]
         num_read = 0
@@ -388,14 +428,14 @@ class _PairSearch:
         if prefill is not None:
             if (num_read := self._num_read(prefill)) > 0:
                 lender = self._lender(prefill, decode)
-            num_cached = self._cached.get(prefill.node_id, 0) + num_read
-            num_cached = max(num_cached, round(self._saved.get(prefill.node_id, 0)))
+            holding = self._holding(prefill)
+            num_cached = max(holding.num_cached + num_read, round(holding.saved))
             num_uncached = attempt.num_tokens - num_cached
         num_blocks = 0
         if decode is not None:
             num_blocks = _likely_blocks(decode, attempt, self._likely_tokens)
-        attempt.prefill_node = None if prefill is None else prefill.node_id
-        attempt.decode_node = None if decode is None else decode.node_id
+        attempt.prefill_node = prefill_node
+        attempt.decode_node = decode_node
         attempt.epochs = {node.node_id: node.epoch for node in nodes}
         attempt.max_uncached_tokens = max_uncached
         attempt.prefix_node = None if lender is None else lender.node_id
@@ -405,8 +445,7 @@ class _PairSearch:
         attempt.full = tuple(
             [node.node_id for node in nodes if not self._has_room(node)]
         )
-        num_cached = self._cached.get(nodes[0].node_id, 0)
-        attempt.num_cached_tokens = num_cached + num_read
+        attempt.num_cached_tokens = self._holding(nodes[0]).num_cached + num_read
         return attempt
 
     def _blocks(self, num_final_tokens: int, num_choices: int) -> int:
@@ -418,6 +457,14 @@ class _PairSearch:
             num_choices,
             self._state_blocks,
         )
+
+
+def _count_tier(holding: _Holding, num_tokens: int, read: float) -> None:
+    """Count the first tokens of a prompt, which a tier of these nodes holds."""
+    num_cached = holding.num_cached
+    saved = num_cached + (1 - read) * (num_tokens - num_cached)
+    holding.saved = max(saved, holding.saved)
+    holding.known = max(saved, holding.known)
 
 
 def _likely_tokens(attempt: Attempt, growth: int) -> int:

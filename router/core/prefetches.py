@@ -123,15 +123,12 @@ class Prefetches:
         self, keys: tuple[BlockKey, ...]
     ) -> tuple[NodeId, NodeId] | None:
         """Return who should read these blocks from whom, if one prefill node alone has them."""
-        holders = self._registry.caches.held(keys).get(len(keys), ())
+        holders = self._registry.caches.held(keys).get(len(keys), 0)
         prefills = self._registry.in_service("prefill")
-        if sum(node.node_id in holders for node in prefills) != 1:
+        lacking = [node for node in prefills if not node.bit & holders]
+        if len(prefills) - len(lacking) != 1:
             return None
-        lacking = [
-            node
-            for node in prefills
-            if node.node_id not in holders and node.shares_blocks
-        ]
+        lacking = [node for node in lacking if node.shares_blocks]
         for lender in self._registry.lenders(holders, MAX_LENDERS):
             readers = [one for one in lacking if lender.lends_to(one)]
             readers = [one for one in readers if self._registry.can_pair(one, lender)]
@@ -182,20 +179,15 @@ class Prefetches:
         """Return the blocks that no node in service holds, in its cache or in a tier."""
         keys = unpack_keys(pack_keys(hashes))
         indexes = (self._registry.caches, *self._registry.tiers.values())
+        others = 0
+        for node in self._registry.nodes:
+            if node.state == "ready" and node.node_id != source:
+                others |= node.bit
         return [
             block_hash
             for block_hash, key in zip(hashes, keys, strict=True)
-            if not any(
-                self._is_in_service(node)
-                for index in indexes
-                for node in index.holders(key)
-                if node != source
-            )
+            if not any(index.holders(key) & others for index in indexes)
         ]
-
-    def _is_in_service(self, node_id: NodeId) -> bool:
-        node = self._registry.node(node_id)
-        return node is not None and node.state == "ready"
 
     def _busy(self, reader: Node) -> tuple[int, int, NodeId]:
         return self._num_asked[reader.node_id], reader.num_tokens, reader.node_id

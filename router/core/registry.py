@@ -6,7 +6,6 @@ back. The registry never chooses a node and never sends to one: it returns the c
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import get_args
 
 import msgspec
@@ -30,8 +29,8 @@ from baton.protocol.messages import (
     Totals,
 )
 from baton.protocol.pairing import pair_problem
-from baton.router.core.cache_index import CacheIndex
-from baton.router.core.pair_health import Hosts, Pairs, hosts_of
+from baton.router.core.cache_index import CacheIndex, NodeBits, NodeMask
+from baton.router.core.pair_health import Hosts, LoadKey, LoadOrder, Pairs, hosts_of
 from baton.router.core.request import DRAINING, Attempt, NodeProcess
 from baton.runtime.metrics import LostNode, NodeState
 
@@ -102,6 +101,7 @@ class Node:
     role: Role
     epoch: Epoch
     heard_s: float
+    bit: NodeMask = 0
     # Of the time since then, in which this router could hear no node.
     excused_s: float = 0.0
     phase: str = "starting"
@@ -128,6 +128,12 @@ class Node:
     @property
     def process(self) -> NodeProcess:
         return self.node_id, self.epoch
+
+    @property
+    def load_key(self) -> LoadKey:
+        """Return what orders nodes of its role by their loads."""
+        load = self.num_tokens if self.role == "prefill" else self.num_sequences
+        return load, self.num_tokens, self.node_id
 
     @property
     def shares_blocks(self) -> bool:
@@ -168,6 +174,8 @@ class Node:
         has_slot = (
             len(self.reserved) + self.num_foreign < part * info.facts.step.num_slots
         )
+        # Many choices start one by one, so they need not wait for an empty node.
+        num_blocks = min(num_blocks, info.num_blocks // 2)
         return has_slot and self.num_blocks + num_blocks <= part * info.num_blocks
 
     @property
@@ -231,9 +239,10 @@ class Registry:
         # Nodes that left without notice, oldest first.
         self._lost: dict[NodeId, Node] = {}
         self.pairs = Pairs()
-        self.caches = CacheIndex()
+        self.bits = NodeBits()
+        self.caches = CacheIndex(self.bits)
         self.tiers: dict[TierName, CacheIndex] = {
-            name: CacheIndex() for name in get_args(TierName)
+            name: CacheIndex(self.bits) for name in get_args(TierName)
         }
         self.version = 0  # grows whenever an attempt that found no node may find one
         self.num_releases = 0  # grows whenever this router gives a node less to do
@@ -242,6 +251,10 @@ class Registry:
         self._hosts: Hosts | None = None
         self._is_uniform: bool | None = None
         self._smallest_pools: dict[Role, int] = {}
+        self._lenders: NodeMask | None = None
+        self._by_load: dict[Role, LoadOrder] = {}
+        # The orders that each node is in, which change with its load.
+        self._orders: dict[NodeId, list[LoadOrder]] = {}
 
     def hello(self, now_s: float, peer: NodeId, message: Hello) -> list[Change]:
         if message.version != PROTOCOL_VERSION:
@@ -255,7 +268,8 @@ class Registry:
             known.heard(now_s)
             return []
         changes = self.gone(peer, "a new process replaced it")
-        self._nodes[peer] = Node(peer, message.role, message.epoch, now_s)
+        bit = self.bits.take(peer)
+        self._nodes[peer] = Node(peer, message.role, message.epoch, now_s, bit)
         self._lost.pop(peer, None)
         return changes
 
@@ -355,6 +369,7 @@ class Registry:
                 other.obstacles.pop(peer, None)
         for index in (self.caches, *self.tiers.values()):
             index.forget(peer)
+        self.bits.give_back(peer)
         self.changed()
         if node is None or node.info is None:
             return []
@@ -405,8 +420,28 @@ class Registry:
     def hosts(self) -> Hosts:
         """Return the sets of nodes in service that need no network between them."""
         if self._hosts is None:
-            self._hosts = hosts_of(self._infos("prefill"), self._infos("decode"))
+            prefills = self._infos("prefill")
+            decodes = self._infos("decode")
+            self._hosts = hosts_of(prefills, decodes, self._order_of)
         return self._hosts
+
+    def by_load(self, role: Role) -> LoadOrder:
+        """Return the nodes in service of a role, the least loaded first."""
+        found = self._by_load.get(role)
+        if found is None:
+            names = (node.node_id for node in self.in_service(role))
+            found = self._by_load[role] = self._order_of(names)
+        return found
+
+    def _order_of(self, names: Iterable[NodeId]) -> LoadOrder:
+        nodes = [self._nodes[name] for name in names]
+        mask = 0
+        for node in nodes:
+            mask |= node.bit
+        order = LoadOrder((node.load_key for node in nodes), mask)
+        for node in nodes:
+            self._orders.setdefault(node.node_id, []).append(order)
+        return order
 
     def is_uniform(self) -> bool:
         """Return whether all nodes in service compute equal bits and reach each other."""
@@ -478,13 +513,15 @@ class Registry:
             LostNode(n.node_id, n.role, max(0.0, now_s - n.heard_s)) for n in nodes
         )
 
-    def lenders(self, nodes: Iterable[NodeId], limit: int) -> list[Node]:
+    def lenders(self, nodes: NodeMask, limit: int) -> list[Node]:
         """Return up to `limit` of the nodes from whose caches others may read."""
-        found = (self._nodes[name] for name in nodes if name in self._nodes)
-        ready = (
-            node for node in found if node.state == "ready" and node.lends_prefixes
-        )
-        return list(islice(ready, limit))
+        if self._lenders is None:
+            self._lenders = 0
+            for node in self._nodes.values():
+                if node.state == "ready" and node.lends_prefixes:
+                    self._lenders |= node.bit
+        names = self.bits.nodes_in(nodes & self._lenders, limit)
+        return [self._nodes[name] for name in names]
 
     def can_pair(self, prefill: Node, decode: Node) -> bool:
         """Return whether two nodes could exchange KV blocks, by what both have published."""
@@ -500,7 +537,10 @@ class Registry:
     def reserve(self, selected: Attempt) -> None:
         """Add the load of an attempt to its nodes."""
         for node_id in selected.epochs:
-            self._nodes[node_id].reserve(selected)
+            node = self._nodes[node_id]
+            old = node.load_key
+            node.reserve(selected)
+            self._move(node, old)
 
     def note_pair(self, selected: Attempt) -> None:
         """Note that an attempt was given to a pair, whose handoff will show whether it works."""
@@ -512,11 +552,19 @@ class Registry:
     def release(self, node_id: NodeId, key: Key) -> None:
         """Remove a load. That of a lost node is gone: its successor starts at zero."""
         node = self._nodes.get(node_id)
-        if node is not None and node.release(key):
+        if node is None:
+            return
+        old = node.load_key
+        if node.release(key):
+            self._move(node, old)
             self.num_releases += 1
             # Prefill is given back before decode has read the blocks.
             if node.role == "decode":
                 self.pairs.released(key)
+
+    def _move(self, node: Node, old: LoadKey) -> None:
+        for order in self._orders.get(node.node_id, ()):
+            order.move(old, node.load_key)
 
     def _node(self, node_id: NodeId, epoch: Epoch) -> Node | None:
         node = self._nodes.get(node_id)
@@ -528,6 +576,9 @@ class Registry:
         self._hosts = None
         self._is_uniform = None
         self._smallest_pools.clear()
+        self._lenders = None
+        self._by_load.clear()
+        self._orders.clear()
         self.version += 1
 
     def _pair_up(self, node: Node, info: NodeInfo) -> list[Change]:

@@ -22,7 +22,7 @@ from baton.protocol.blocks import (
 )
 from baton.protocol.ids import MAX_KEYS, Epoch, NodeId
 from baton.protocol.messages import CacheChanges, Ready
-from baton.router.core.cache_index import CacheIndex
+from baton.router.core.cache_index import CacheIndex, NodeBits
 from baton.router.core.registry import Registry
 from tests.support.scripted_nodes import BLOCK_SIZE, hello_of, node_info
 
@@ -99,7 +99,9 @@ class Announcements(RuleBasedStateMachine):
         """How many blocks at the front of `keys` each node holds; no node is named twice."""
         found = self.registry.caches.held(keys)
         named = [
-            (name, num_blocks) for num_blocks, names in found.items() for name in names
+            (name, num_blocks)
+            for num_blocks, nodes in found.items()
+            for name in self.registry.bits.nodes_in(nodes)
         ]
         assert len(dict(named)) == len(named)
         return dict(named)
@@ -176,7 +178,7 @@ TestAnnouncements = Announcements.TestCase
 
 def test_a_large_cache_is_told_in_parts_and_known_up_to_a_bound():
     cache = PrefixCache()
-    index = CacheIndex(max_blocks_per_node=MAX_KEYS + 10)
+    index = CacheIndex(NodeBits(), max_blocks_per_node=MAX_KEYS + 10)
     hashes = block_hashes(list(range(MAX_KEYS + 100)), 1)
     for block, block_hash in enumerate(hashes):
         cache.insert(block_hash, block)

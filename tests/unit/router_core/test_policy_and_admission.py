@@ -637,6 +637,27 @@ def test_a_hot_prefix_unbalances_prefill_by_no_more_than_it_saves(
         assert before[chosen] <= min(before.values()) + saved
 
 
+@given(st.lists(st.tuples(st.sampled_from("pd"), st.integers(0, 2), st.integers(0, 5))))
+def test_nodes_stay_in_the_order_of_their_loads(changes):
+    names = [f"{role}{number}" for role in "pd" for number in range(3)]
+    registry = cluster(*(on_host(name, "a") for name in names))
+    orders = [registry.by_load("prefill"), registry.by_load("decode")]
+    (host,) = registry.hosts().shared
+    busy: set[tuple[str, str]] = set()
+    for role, number, request in changes:
+        name = f"{role}{number}"
+        work = name, f"busy-{request}"
+        if work in busy:
+            registry.release(NodeId(name), Key(RequestId(work[1])))
+        else:
+            occupy(registry, name, 10 * request, work[1])
+        busy ^= {work}
+        for order in (*orders, host.prefills, host.decodes):
+            assert order.keys == sorted(order.keys)
+            nodes = [registry.node(key[2]) for key in order.keys]
+            assert order.keys == [node.load_key for node in nodes]
+
+
 def on_host(name: str, host: str) -> NodeInfo:
     info = node_info(name, "prefill" if name[0] == "p" else "decode", num_blocks=1024)
     return msgspec.structs.replace(info, reaches=("nixl", f"shm@{host}"))
