@@ -31,9 +31,8 @@ DEMO_MODEL = "deploy/demo_checkpoint"
 VOCABULARY = (5, 600)
 BLOCK_TOKENS = 16
 NUM_NODES = 4
-MAX_IDS = 250  # of a prompt, whose tokens fit the demo model
+MAX_PROMPT_TOKENS = 8000  # that fit the demo model with their response
 START_S = 120.0
-GIB = 1.0
 
 
 class Row(msgspec.Struct):
@@ -50,15 +49,17 @@ class Arguments(msgspec.Struct):
     pool_share: float
     at_once: int
     folder: bool
+    folder_gib: float
 
 
-def rows_of(path: Path, skip: int, num: int) -> list[Row]:
+def rows_of(path: Path, skip: int, num: int, max_ids: int) -> list[Row]:
+    """Return rows of a trace, of each at most so many ids."""
     with path.open("rb") as lines:
         kept = [
             line for number, line in enumerate(lines) if skip <= number < skip + num
         ]
     rows = [msgspec.json.decode(line, type=Row) for line in kept]
-    return [Row(row.hash_ids[:MAX_IDS]) for row in rows]
+    return [Row(row.hash_ids[:max_ids]) for row in rows]
 
 
 def tokens_of(hash_id: int, num_tokens: int) -> list[int]:
@@ -94,7 +95,7 @@ def cluster(options: Arguments, num_prefixes: int, folder: str) -> ClusterConfig
         cache=CacheConfig(
             num_blocks=max(int(num_blocks * options.pool_share), 256),
             folder=folder if options.folder else "",
-            folder_size=GIB,
+            folder_size=options.folder_gib,
         ),
         engine=EngineConfig(threads=1),
         router=RouterConfig(max_queued_s=600.0),
@@ -130,7 +131,8 @@ async def cached_tokens(
 
 
 async def measure(options: Arguments) -> dict[str, float]:
-    rows = rows_of(Path(options.trace), options.skip, options.requests)
+    max_ids = MAX_PROMPT_TOKENS // options.id_tokens
+    rows = rows_of(Path(options.trace), options.skip, options.requests, max_ids)
     ideal, num_prefixes = ideal_share(rows)
     with tempfile.TemporaryDirectory() as folder:
         config = cluster(options, num_prefixes, folder)
@@ -171,6 +173,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--at-once", type=int, default=4)
     parser.add_argument("--folder", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument(
+        "--folder-gib", type=float, default=1.0, help="of each node, at most"
+    )
     options = msgspec.convert(vars(parser.parse_args(arguments)), Arguments)
     print(json.dumps(asyncio.run(measure(options))))
     return 0
