@@ -6,6 +6,7 @@ the machine. Facts that other tools show, such as CPU features and clocks, are l
 
 import hashlib
 import resource
+import shutil
 import socket
 import subprocess
 import sys
@@ -99,6 +100,7 @@ class MachineReport(msgspec.Struct, frozen=True):
 def check_machine(config: ClusterConfig, wants: Wants) -> MachineReport:
     """Return the report; `config` names the model, the key and the network device."""
     compute = _compute()
+    rdma_ports = active_ports()
     num_gpus = len(gpus_of(0))
     has_gpus = bool(num_gpus) and config.engine.device != "cpu"
     model, model_digest = _model(config)
@@ -111,7 +113,8 @@ def check_machine(config: ClusterConfig, wants: Wants) -> MachineReport:
         *(start_findings(compute) if has_gpus and not compute.no_gpu else ()),
         nixl_finding(_nixl(config.transfer.device), needs_nixl=wants.needs_nixl),
         memory_finding(wants.pool_mib, available_bytes() // MIB),
-        memlock_finding(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], active_ports()),
+        memlock_finding(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], rdma_ports),
+        network_finding(rdma_ports),
         model,
         key,
         _ports(wants.ports),
@@ -224,6 +227,21 @@ def memlock_finding(limit_bytes: int, rdma_ports: Sequence[str]) -> Finding:
             "(LimitMEMLOCK=infinity in a unit, --ulimit memlock=-1 for a container)",
         )
     return ok("memlock", shown)
+
+
+def network_finding(rdma_ports: Sequence[str]) -> Finding | None:
+    """Say how the network is measured without baton, with the programs that are installed."""
+    commands = {
+        "ib_write_bw": "`ib_write_bw -d {device} -i {port}`, then on another host the same with "
+        "the address of this one",
+        "nixlbench": "`nixlbench --etcd-endpoints URL --backend UCX` on two hosts",
+    }
+    installed = [text for name, text in commands.items() if shutil.which(name)]
+    if not rdma_ports or not installed:
+        return None
+    device, _, port = rdma_ports[0].partition(":")
+    how = "; or ".join(installed).format(device=device, port=port)
+    return ok("network", f"to compare paths with its own rate, run {how}")
 
 
 def _major(version: str) -> int:

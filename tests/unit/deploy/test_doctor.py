@@ -10,6 +10,7 @@ from baton.deploy.doctor.machine import (
     gpus_finding,
     memlock_finding,
     memory_finding,
+    network_finding,
     nixl_finding,
     start_findings,
     torch_finding,
@@ -95,6 +96,20 @@ SPLIT = PathMeasured(failure=Failure("no_transport", "nothing serves both"))
 def test_each_finding_is_one_line_that_says_what_to_do(found, level, text):
     assert (found.level, text in found.text) == (level, True), found
     assert "\n" not in found.text
+
+
+def test_the_networks_own_programs_are_named_where_they_are_installed(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert network_finding(RDMA) is None
+    program = tmp_path / "ib_write_bw"
+    program.touch(mode=0o755)
+    assert network_finding([]) is None
+    found = network_finding(RDMA)
+    assert found is not None
+    assert "`ib_write_bw -d mlx5_0 -i 1`" in found.text
+    assert "nixlbench" not in found.text
 
 
 WELL = MachineReport("baton 1, protocol 1", "d1", "d2", ())
