@@ -1,4 +1,4 @@
-"""Write folders with random Qwen3 and Qwen3.5 models, for measurements that ignore the text.
+"""Write folders with random Qwen3 and Granite 4 models, for measurements that ignore the text.
 
 `python -m tools.random_model FOLDER` writes one that any server of Hugging Face folders can
 load; the benchmarks that start servers call `write_model`. Equal shapes give equal folders, so two
@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     PreTrainedModel,
-    Qwen3_5ForCausalLM,
-    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -54,21 +54,29 @@ def write_model(folder: Path, shape: Shape, device: torch.device) -> None:
 
 
 def write_hybrid(folder: Path, shape: Shape) -> None:
-    """Write a Qwen3.5: three of four layers keep a state for each sequence (Gated DeltaNet).
+    """Write a Granite 4: three of four layers keep a state for each sequence (Mamba-2).
 
     Raises `ConfigError` if the folder exists.
     """
-    config = Qwen3_5TextConfig(
+    config = GraniteMoeHybridConfig(
         num_attention_heads=shape.num_heads,
         num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        linear_num_key_heads=shape.num_kv_heads,
-        linear_num_value_heads=shape.num_heads,
-        linear_key_head_dim=shape.head_dim,
-        linear_value_head_dim=shape.head_dim,
+        attention_multiplier=1 / shape.head_dim**0.5,
+        position_embedding_type="nope",
+        layer_types=[
+            "attention" if number % 4 == 3 else "mamba"
+            for number in range(shape.num_layers)
+        ],
+        mamba_n_heads=2 * shape.num_heads,
+        mamba_d_head=shape.head_dim,
+        mamba_d_state=shape.head_dim,
+        shared_intermediate_size=shape.intermediate_size,
+        num_local_experts=0,
+        num_experts_per_tok=0,
         **_sizes(shape),
     )
-    _write(folder, lambda: Qwen3_5ForCausalLM(config), torch.device("cpu"))
+    model = GraniteMoeHybridForCausalLM
+    _write(folder, lambda: model(config), torch.device("cpu"))
 
 
 def _sizes(shape: Shape) -> dict[str, Any]:
@@ -173,7 +181,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--int4", action="store_true", help="weights of four bits, in groups"
     )
     kinds.add_argument(
-        "--hybrid", action="store_true", help="layers that keep a state, as Qwen3.5's"
+        "--hybrid",
+        action="store_true",
+        help="a Granite 4, with layers that keep a state",
     )
     given = parser.parse_args(arguments)
     try:
