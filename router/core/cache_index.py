@@ -4,11 +4,11 @@ It may be out of date by the time a prompt arrives at the node, so it is a guess
 own cache decides.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
 
-from baton.protocol.blocks import BlockKey, unpack_keys
+from baton.protocol.blocks import MIN_READ_TOKENS, BlockKey, unpack_keys
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import CacheChanges
 
@@ -146,3 +146,70 @@ class CacheIndex:
                 holders[key] = left
             else:
                 del holders[key]
+
+
+@dataclass(slots=True)
+class Holding:
+    """Nodes that have equally much of a prompt, in tokens."""
+
+    nodes: NodeMask = 0
+    num_held: int = 0  # in their pools
+    num_cached: int = 0  # of these, those that need not be computed
+    saved: float = 0.0  # need not be computed, less what reading them from tiers costs
+    known: float = 0.0  # about how many need not be computed
+
+    def add_tier(self, num_tokens: int, read: float) -> None:
+        """Count that many tokens, of which reading each from a tier costs `read`."""
+        num_more = num_tokens - self.num_cached
+        saved = self.num_cached + (1 - read) * num_more
+        self.saved = max(saved, self.saved)
+        self.known = max(saved, self.known)
+
+
+NOTHING = Holding()
+
+
+class Holdings:
+    """What all nodes have of one prompt. No node is in two holdings."""
+
+    def __init__(self) -> None:
+        self._holdings: list[Holding] = []
+
+    def __iter__(self) -> Iterator[Holding]:
+        return iter(self._holdings)
+
+    def of(self, node: NodeMask) -> Holding:
+        """Return what a node has."""
+        return next((one for one in self._holdings if one.nodes & node), NOTHING)
+
+    def knowing(self, num_tokens: float) -> NodeMask:
+        """Return the nodes that need not compute about so many tokens."""
+        found = 0
+        for one in self._holdings:
+            if one.known >= num_tokens:
+                found |= one.nodes
+        return found
+
+    def add_pools(self, nodes: NodeMask, num_held: int, num_cached: int) -> None:
+        """Add nodes with tokens in their pools. They come before any tier."""
+        holding = Holding(nodes, num_held, num_cached, num_cached, num_held)
+        self._holdings.append(holding)
+
+    def add_tiers(self, nodes: NodeMask, num_tokens: int, read: float) -> None:
+        """Count the first tokens of the prompt, which a tier of each of these nodes holds."""
+        others = nodes
+        apart = []
+        for one in self._holdings:
+            others &= ~one.nodes
+            both = one.nodes & nodes
+            if not both or one.num_cached > num_tokens - MIN_READ_TOKENS:
+                continue
+            if both != one.nodes:
+                apart.append(replace(one, nodes=one.nodes ^ both))
+                one.nodes = both
+            one.add_tier(num_tokens, read)
+        self._holdings += apart
+        if others and num_tokens >= MIN_READ_TOKENS:
+            holding = Holding(others)
+            holding.add_tier(num_tokens, read)
+            self._holdings.append(holding)

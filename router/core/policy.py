@@ -8,14 +8,13 @@ names a full node, the attempt waits, so no prompt is computed without a decode 
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
 from itertools import chain
 
 from baton.protocol.blocks import MIN_READ_TOKENS, blocks_needed
 from baton.protocol.config import LocalPrefill
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import Role, TierName
-from baton.router.core.cache_index import NodeMask
+from baton.router.core.cache_index import NOTHING, Holding, Holdings, NodeMask
 from baton.router.core.ranking import (
     HANDOFF_TOKENS,
     NO_PENALTY,
@@ -113,20 +112,6 @@ class CheapestPair:
         return None if pair is None else search.selected(pair.prefill, pair.decode)
 
 
-@dataclass(slots=True)
-class _Holding:
-    """Nodes that have equally much of a prompt, in tokens."""
-
-    nodes: NodeMask = 0
-    num_held: int = 0  # in their pools
-    num_cached: int = 0  # of these, those that need not be computed
-    saved: float = 0.0  # need not be computed, less what reading them from tiers costs
-    known: float = 0.0  # about how many need not be computed
-
-
-NOTHING = _Holding()
-
-
 class _PairSearch:
     """The search for one attempt's nodes. Its sequences will probably grow by `growth` tokens."""
 
@@ -157,16 +142,16 @@ class _PairSearch:
         self._readable = 0  # tokens, from each of these
         # What one of these tokens costs them to load from their tiers.
         self._lender_read = 0.0
-        self._holdings: list[_Holding] = []  # no node is in two of them
+        self._holdings = Holdings()
         for num_blocks, nodes in registry.caches.held(attempt.block_keys).items():
-            held = num_blocks * size
-            cached = min(held, most)
-            self._holdings.append(_Holding(nodes, held, cached, cached, held))
-            self._lend(nodes, cached, 0.0)
+            num_held = num_blocks * size
+            num_cached = min(num_held, most)
+            self._holdings.add_pools(nodes, num_held, num_cached)
+            self._lend(nodes, num_cached, 0.0)
         for name, index in registry.tiers.items():
             for num_blocks, nodes in index.held(attempt.block_keys).items():
                 num_tokens = min(num_blocks * size, most)
-                self._save(nodes, num_tokens, TIER_READS[name])
+                self._holdings.add_tiers(nodes, num_tokens, TIER_READS[name])
                 self._lend(nodes, num_tokens, TIER_READS[name])
 
     def _lend(self, nodes: NodeMask, num_tokens: int, read: float) -> None:
@@ -177,30 +162,6 @@ class _PairSearch:
             self._lenders = lenders
             self._readable = num_tokens
             self._lender_read = read
-
-    def _save(self, nodes: NodeMask, num_tokens: int, read: float) -> None:
-        """Count the first tokens of the prompt, which a tier of each of these nodes holds."""
-        without = nodes
-        apart = []
-        for one in self._holdings:
-            without &= ~one.nodes
-            both = one.nodes & nodes
-            if not both or one.num_cached > num_tokens - MIN_READ_TOKENS:
-                continue
-            if both != one.nodes:
-                apart.append(replace(one, nodes=one.nodes ^ both))
-                one.nodes = both
-            _count_tier(one, num_tokens, read)
-        self._holdings += apart
-        if without and num_tokens >= MIN_READ_TOKENS:
-            holding = _Holding(without)
-            _count_tier(holding, num_tokens, read)
-            self._holdings.append(holding)
-
-    def _holding(self, node: Node) -> _Holding:
-        """Return what a node has of the prompt."""
-        bit = node.bit
-        return next((one for one in self._holdings if one.nodes & bit), NOTHING)
 
     def prefills(self) -> Ranking:
         """Return the prefill nodes that could hold the prompt if they were empty."""
@@ -220,13 +181,13 @@ class _PairSearch:
         """Return what prefill nodes have of the prompt if tokens count that they could read."""
         found: dict[float, NodeMask] = {}
         for node in self._registry.in_service("prefill"):
-            holding = self._holding(node)
+            holding = self._holdings.of(node.bit)
             can_read = any(self._can_lend(one, node) for one in self._lenders)
             has = self._with_read(holding) if can_read else holding.saved
             found[has] = found.get(has, 0) | node.bit
         return [(nodes, has) for has, nodes in found.items()]
 
-    def _with_read(self, holding: _Holding) -> float:
+    def _with_read(self, holding: Holding) -> float:
         """Return what a node has of the prompt if it could read from any of the lenders."""
         num_held = holding.num_cached
         num_more = self._readable - num_held
@@ -238,7 +199,7 @@ class _PairSearch:
 
     def _num_read(self, prefill: Node) -> int:
         """Return how many tokens that node could read from another one instead of computing."""
-        num_more = self._readable - self._holding(prefill).num_cached
+        num_more = self._readable - self._holdings.of(prefill.bit).num_cached
         if num_more < MIN_READ_TOKENS:
             return 0
         return (
@@ -251,7 +212,7 @@ class _PairSearch:
         """Return whether a node has as much as any other, also beyond those that are looked at."""
         if decode in self._lenders:
             return True
-        has_as_much = self._holding(decode).num_held >= self._readable
+        has_as_much = self._holdings.of(decode.bit).num_held >= self._readable
         return decode.lends_prefixes and has_as_much
 
     def _can_lend(self, lender: Node, prefill: Node) -> bool:
@@ -279,14 +240,9 @@ class _PairSearch:
             # Of a prompt that it received, a decode node has no state from which it could go on.
             if self._state_blocks:
                 return None
-            holdings = [one for one in holdings if one.known >= least_known]
-            known = 0
-            for one in holdings:
-                known |= one.nodes
-            nodes &= known
-        return self._ranking(
-            "decode", nodes, [(one.nodes, one.saved) for one in holdings]
-        )
+            nodes &= holdings.knowing(least_known)
+        has = [(one.nodes, one.saved) for one in holdings]
+        return self._ranking("decode", nodes, has)
 
     def _receivers(self, read: float) -> Ranking:
         """Return the decode nodes if each token that they lack costs `read`."""
@@ -428,7 +384,7 @@ class _PairSearch:
         if prefill is not None:
             if (num_read := self._num_read(prefill)) > 0:
                 lender = self._lender(prefill, decode)
-            holding = self._holding(prefill)
+            holding = self._holdings.of(prefill.bit)
             num_cached = max(holding.num_cached + num_read, round(holding.saved))
             num_uncached = attempt.num_tokens - num_cached
         num_blocks = 0
@@ -445,7 +401,9 @@ class _PairSearch:
         attempt.full = tuple(
             [node.node_id for node in nodes if not self._has_room(node)]
         )
-        attempt.num_cached_tokens = self._holding(nodes[0]).num_cached + num_read
+        attempt.num_cached_tokens = (
+            self._holdings.of(nodes[0].bit).num_cached + num_read
+        )
         return attempt
 
     def _blocks(self, num_final_tokens: int, num_choices: int) -> int:
@@ -457,14 +415,6 @@ class _PairSearch:
             num_choices,
             self._state_blocks,
         )
-
-
-def _count_tier(holding: _Holding, num_tokens: int, read: float) -> None:
-    """Count the first tokens of a prompt, which a tier of these nodes holds."""
-    num_cached = holding.num_cached
-    saved = num_cached + (1 - read) * (num_tokens - num_cached)
-    holding.saved = max(saved, holding.saved)
-    holding.known = max(saved, holding.known)
 
 
 def _likely_tokens(attempt: Attempt, growth: int) -> int:
