@@ -1,8 +1,9 @@
 """Measure tokens a second with a draft, with n-gram guesses and without any.
 
 A cluster for each way serves the same prompts in turns: texts of the demo model's kind that no
-draft was trained on. The ways must say the same tokens. Beside tokens a second there are tokens for
-each second that the CPUs compute, which other work on the machine changes less.
+draft was trained on. The model is the demo model, or what `tools.draft_head.grow` wrote. The ways
+must say the same tokens. Beside tokens a second there are tokens for each second that the CPUs
+compute, which other work on the machine changes less.
 """
 
 import argparse
@@ -38,11 +39,11 @@ class Round(msgspec.Struct):
     said: list[list[int]]
 
 
-def ways(draft: str, num_guesses: int) -> dict[str, EngineConfig]:
-    plain = EngineConfig(threads=1)
-    guessing = msgspec.structs.replace(plain, num_speculative_tokens=num_guesses)
+def ways(options: "Arguments") -> dict[str, EngineConfig]:
+    plain = EngineConfig(threads=options.threads)
+    guessing = msgspec.structs.replace(plain, num_speculative_tokens=options.guesses)
     head = msgspec.structs.replace(
-        guessing, speculative_method="eagle3", speculative_model=draft
+        guessing, speculative_method="eagle3", speculative_model=options.draft
     )
     return {"none": plain, "ngram": guessing, "head": head}
 
@@ -126,9 +127,9 @@ def cpu_seconds(cluster: SoakCluster) -> float:
 async def measure(options: "Arguments") -> None:
     async with AsyncExitStack() as stack:
         clusters = {}
-        for name, engine in ways(options.draft, options.guesses).items():
+        for name, engine in ways(options).items():
             config = ClusterConfig(
-                model=ModelConfig(path=str(CHECKPOINT), served_model_name="demo"),
+                model=ModelConfig(path=options.model, served_model_name="demo"),
                 cache=CacheConfig(memory_mib=100),
                 engine=engine,
             )
@@ -167,11 +168,13 @@ def shown(measured: dict[str, list[Round]], name: str, rate: str) -> str:
 
 class Arguments(msgspec.Struct):
     draft: str
+    model: str
     clients: int
     requests: int
     output: int
     rounds: int
     guesses: int
+    threads: int
     temperature: float
 
 
@@ -180,11 +183,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m tools.draft_head.measure", description=__doc__
     )
     parser.add_argument("draft", help="the folder that tools.draft_head.train wrote")
+    parser.add_argument("--model", default=str(CHECKPOINT), help="the folder to serve")
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--requests", type=int, default=16, help="of a round")
     parser.add_argument("--output", type=int, default=128, help="tokens of a response")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--guesses", type=int, default=4, help="num_speculative_tokens")
+    parser.add_argument("--threads", type=int, default=1, help="of a node")
     parser.add_argument("--temperature", type=float, default=1.0)
     options = msgspec.convert(vars(parser.parse_args(arguments)), Arguments)
     asyncio.run(measure(options))
