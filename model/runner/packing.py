@@ -244,6 +244,17 @@ class _Lists:
     # The number of each token's adapter, or NO_ADAPTER; empty where no token has one.
     adapters: list[int] = field(default_factory=list)
 
+    def can_follow_a_replay(self, held_back: Sequence[tuple[int, ...]]) -> bool:
+        """Return whether masks and log probabilities can come after a captured step.
+
+        Sampling there counts the token that penalties count, and overwrites the logits of ids that
+        are held back.
+        """
+        scored = chain.from_iterable(self.scored.values())
+        return self.masks.keys().isdisjoint(self.rows_of_counts) and not any(
+            held_back[sample] for sample in scored
+        )
+
     def pad(self, bucket: Bucket) -> None:
         tokens = bucket.num_tokens - len(self.ids)
         self.ids += [0] * tokens
@@ -360,14 +371,12 @@ class Packer:
         if self._tables is not None:
             width = self._add_tables(lists, plan.slices, num_decoding)
         held_back = [row.held_back(self._eos_token_ids) for row in lists.samples]
-        # Masks are too large for the inputs of every padded step.
         is_special = (
-            lists.masks
-            or lists.counted
-            or lists.scored
+            lists.counted
             or lists.targets
             or lists.pooled
             or lists.adapters
+            or not lists.can_follow_a_replay(held_back)
         )
         bucket = (
             None if is_special else self._bucket(plan.slices, num_decoding, held_back)
@@ -415,9 +424,16 @@ class Packer:
             chunks = self._most_chunks(bucket) - len(lists.state_chunks)
             lists.state_chunks += [IDLE_CHUNK] * chunks
         inputs = self._laid(lists, held_back, BUCKET_HELD_BACK, is_padded=True)
-        num_decoding = bucket.num_decoding
         return PackedStep(
-            plan, inputs, (), num_decoding, None, True, bucket, lists.unsampled
+            plan,
+            inputs,
+            (),
+            bucket.num_decoding,
+            None,
+            True,
+            bucket,
+            lists.unsampled,
+            lists.scored,
         )
 
     def _bucket(
@@ -584,7 +600,7 @@ class Packer:
         *,
         is_padded: bool = False,
     ) -> StepInputs:
-        """Lay all inputs into one piece of memory; the changes of tables come last."""
+        """Lay all inputs into one piece of memory; those that a captured step lacks come last."""
         num_samples = len(lists.samples)
         into = PackedWords()
         padded = [(*ids, *(-1,) * (width - len(ids))) for ids in held_back]
@@ -624,9 +640,6 @@ class Packer:
                 self._adapted(into, outputs),
                 self._adapted(into, sampled),
             )
-        if lists.masks:
-            masks = into.put(list(lists.masks.values()), torch.int32)
-            inputs.masks = into.put(list(lists.masks)), masks
         if self._tables is not None:
             inputs.tables = (
                 into.put(lists.table_rows),
@@ -645,6 +658,9 @@ class Packer:
                 )
             if places:
                 inputs.changes = into.put(places), into.put(blocks, torch.int32)
+        if lists.masks:
+            masks = into.put(list(lists.masks.values()), torch.int32)
+            inputs.masks = into.put(list(lists.masks)), masks
         if (new := lists.new_rows).rows:
             most = max(map(len, new.biases))
             biases = [[*own, *[0.0] * (most - len(own))] for own in new.biases]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, islice
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ from baton.model.sampling.logprobs import (
     unpacked_logprobs,
 )
 from baton.model.sampling.pooling import packed_rows, rows_of, unpacked_rows
-from baton.model.sampling.sampler import Sampler
+from baton.model.sampling.sampler import Sampler, SamplingTensors
 from baton.model.tensor_parallel import Ranks
 from baton.node.executor import Progress
 from baton.node.scheduling.plan import NOT_FINITE, Slice, StepPlan, StepResult
@@ -47,8 +47,8 @@ from baton.runtime.clock import Clock
 # Sequences with a table on the device: as many as the kernels take in one step.
 MAX_SEQUENCES = 1024
 NO_TOKEN = -1  # stands for one that could not be sampled
-# Room for changes of block tables; a step with more changes runs eagerly.
-SPARE_WORDS = 1 << 16
+# Room for changes of block tables, and masks; a step with more runs eagerly.
+SPARE_WORDS = 1 << 19
 
 
 class StepDecoder(Protocol):
@@ -256,8 +256,48 @@ class Runner:
         """Do all work of a step on the device; return the sampled ids, and log probabilities."""
         self.cache.copy_blocks(step.plan.copies)
         if self._graphs is not None and self._graphs.takes(step):
-            return self._graphs.replay(step, self._write_tables)
-        return self._forward(step, self._sent(step.inputs))
+            return self._replayed(step, self._graphs)
+        ids, _ = self._forward(step, self._sent(step.inputs))
+        return ids
+
+    def _replayed(self, step: PackedStep, graphs: "StepGraphs") -> Tensor:
+        """Replay a step, and do what it lacks with the logits that it leaves."""
+        inputs = graphs.filled(step)
+        self._write_tables(inputs)
+        replayed, logits = graphs.replay(step)
+        ids = replayed[: sum(part.num_sampled for part in step.plan.slices)]
+        if inputs.masks is not None:
+            ids = self._sample_masked(inputs, logits, ids)
+        if not step.scored:
+            return ids
+        valid = self._ring[inputs.places.of(inputs.words)]
+        found = (
+            packed_logprobs(
+                torch.stack([logits[one] for one in samples]),
+                torch.stack([valid[one] for one in samples]),
+                num_top,
+            ).view(-1)
+            for num_top, samples in step.scored.items()
+        )
+        return torch.cat([ids, *found])
+
+    def _sample_masked(self, inputs: StepInputs, logits: Tensor, ids: Tensor) -> Tensor:
+        """Return the ids of a captured step, with others where a mask says what may come."""
+        assert inputs.masks is not None
+        masked, masks = (place.of(inputs.words) for place in inputs.masks)
+        ints, reals, held_back = (place.of(inputs.words) for place in inputs.samples)
+        samples = SamplingTensors(
+            ints[masked],
+            reals[masked],
+            held_back[masked],
+            torch.arange(len(masked), device=self.device),
+            masks,
+        )
+        sampled = self.sampler.sample(logits[masked], samples)
+        places = inputs.places.of(inputs.words)
+        self._ring[places[masked]] = sampled
+        is_broken = ids[masked] == NO_TOKEN
+        return ids.index_put((masked,), sampled.masked_fill(is_broken, NO_TOKEN))
 
     def _sent(self, inputs: StepInputs) -> StepInputs:
         """Copy the inputs to the device, and update its block tables."""
@@ -280,7 +320,8 @@ class Runner:
             ids = torch.where(ids < 0, self._ring[ids.clamp(max=-1)], ids)
         return step.batch(inputs, ids, self._tables)
 
-    def _forward(self, step: PackedStep, inputs: StepInputs) -> Tensor:
+    def _forward(self, step: PackedStep, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+        """Return the sampled ids, with all else that is wanted behind them, and the logits."""
         sampled = inputs.rows.of(inputs.words)
         batch = self._batch(step, inputs)
         before = pooled = sampled[:0]
@@ -299,20 +340,19 @@ class Runner:
         else:
             hidden = self.decoder.hidden(batch, rows, self.backend, are_many=are_many)
         if rows is sampled:
-            ids = self._sample(step, inputs, hidden, batch)
+            ids, logits = self._sample(step, inputs, hidden, batch)
         else:
             parts = torch.split(hidden, [len(sampled), len(before), len(pooled)])
-            ids = self._sample(step, inputs, parts[0], batch)
+            ids, logits = self._sample(step, inputs, parts[0], batch)
             scored = self._scored(step, inputs, parts[1])
             made = self._pooled(step, parts[2])
             ids = torch.cat([ids, *scored, *made])
         if every is None or self.drafter is None:
-            return ids
+            return ids, logits
         num_samples = len(step.inputs.places.of(step.inputs.words))
         sampled_ids = ids[:num_samples].tolist()
-        return torch.cat(
-            [ids, self.drafter.drafts(step.plan.slices, every, sampled_ids)]
-        )
+        drafts = self.drafter.drafts(step.plan.slices, every, sampled_ids)
+        return torch.cat([ids, drafts]), logits
 
     def _of_all_rows(self, batch: Batch, drafter: Drafter) -> tuple[Tensor, Tensor]:
         """Return what the model's head takes of all rows, and what that which drafts takes."""
@@ -367,8 +407,8 @@ class Runner:
 
     def _sample(
         self, step: PackedStep, inputs: StepInputs, hidden: Tensor, batch: Batch
-    ) -> Tensor:
-        """Return the sampled ids, and behind them log probabilities of those that want them.
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sampled ids, and behind them log probabilities; and the logits of all.
 
         An id is `NO_TOKEN` where the hidden state has NaN or infinity, as the logits have then.
         """
@@ -380,7 +420,7 @@ class Runner:
             is_broken = is_broken[repeats]
         places = inputs.places.of(inputs.words)
         if not len(places):
-            return places
+            return places, logits
         # Copies, because sampling may change them.
         raw = [
             torch.stack([logits[one] for one in samples])
@@ -391,14 +431,19 @@ class Runner:
         self._ring[places] = ids
         shown = ids.masked_fill(is_broken, NO_TOKEN)
         if not raw:
-            return shown
+            return shown, logits
         found = (
             packed_logprobs(
                 rows, torch.stack([ids[one] for one in samples]), num_top
             ).view(-1)
             for rows, (num_top, samples) in zip(raw, step.scored.items(), strict=True)
         )
-        return torch.cat([shown, *found])
+        return torch.cat([shown, *found]), logits
+
+
+class CapturedStep(NamedTuple):
+    replay: StepWork
+    logits: Tensor  # of the last replay
 
 
 class StepGraphs:
@@ -413,37 +458,39 @@ class StepGraphs:
         self._words = torch.zeros(
             num_words + SPARE_WORDS, dtype=torch.int64, device=device
         )
-        self._replays: dict[Bucket | None, StepWork] = {}
+        self._steps: dict[Bucket | None, CapturedStep] = {}
 
     def capture(
         self,
         step: PackedStep,
         capture: Callable[[StepWork], StepWork],
-        forward: Callable[[PackedStep, StepInputs], Tensor],
+        forward: Callable[[PackedStep, StepInputs], tuple[Tensor, Tensor]],
     ) -> None:
         """Capture the bucket of `step`, which consists of padding."""
-        inputs = self._filled(step)
-        self._replays[step.bucket] = capture(lambda: forward(step, inputs))
+        inputs = self.filled(step)
+        logits: list[Tensor] = []
+
+        def work() -> Tensor:
+            ids, made = forward(step, inputs)
+            logits[:] = [made]
+            return ids
+
+        replay = capture(work)
+        self._steps[step.bucket] = CapturedStep(replay, logits[0])
 
     def takes(self, step: PackedStep) -> bool:
-        return step.bucket in self._replays and len(step.inputs.words) <= len(
-            self._words
-        )
+        return step.bucket in self._steps and len(step.inputs.words) <= len(self._words)
 
-    def replay(
-        self, step: PackedStep, write_tables: Callable[[StepInputs], None]
-    ) -> Tensor:
-        """Run a step, and return the ids of its rows without the padding."""
-        write_tables(self._filled(step))
-        return self._replays[step.bucket]()[
-            : sum(part.num_sampled for part in step.plan.slices)
-        ]
-
-    def _filled(self, step: PackedStep) -> StepInputs:
+    def filled(self, step: PackedStep) -> StepInputs:
         """Copy the inputs to where the graphs read them, which is the only copy of a step."""
         words = step.inputs.words
         self._words[: len(words)].copy_(words, non_blocking=True)
         return replace(step.inputs, words=self._words)
+
+    def replay(self, step: PackedStep) -> tuple[Tensor, Tensor]:
+        """Run a step that is filled, and return the ids and the logits of its rows and padding."""
+        captured = self._steps[step.bucket]
+        return captured.replay(), captured.logits
 
 
 def _logprobs(

@@ -21,7 +21,7 @@ from baton.model.runner.runner import Runner
 from baton.model.runner.step_queue import CudaQueue, GraphQueue, HostQueue, StepWork
 from baton.model.sampling.token_masks import TokenMasks
 from baton.node.scheduling.block_pool import BlockPool
-from baton.node.scheduling.plan import Slice, StepPlan
+from baton.node.scheduling.plan import Slice, StepPlan, StepResult
 from baton.node.scheduling.scheduler import NodeLimits
 from baton.protocol.config import EngineConfig
 from baton.protocol.ids import Key, RequestId
@@ -261,6 +261,57 @@ def test_steps_with_penalties_are_replayed_and_wait_for_no_token():
         "no token comes twice"
     )
     assert queue.num_replays >= 10
+
+
+def test_masks_and_log_probabilities_come_after_a_replay(folder):
+    """But for log probabilities where ids are held back, as their logits are overwritten."""
+    allowed = range(65, 80)
+    others = set(range(SHAPE.vocab_size)) - {*allowed}
+    masked = Sampling(
+        seed=10, max_tokens=14, bad_words=tuple((token,) for token in sorted(others))
+    )
+    shown = Sampling(seed=11, max_tokens=14, logprobs=3)
+    samplings = (
+        masked,
+        shown,
+        msgspec.structs.replace(masked, logprobs=0),
+        msgspec.structs.replace(SAMPLINGS[1], logprobs=5),
+        SAMPLINGS[0],
+    )
+    queue = RecordingQueue()
+    runners = (
+        captured(queue, masks(folder)),
+        stand_in(NUM_BLOCKS, RecordingQueue(), EOS, masks=masks(folder)),
+    )
+    found: list[list[StepResult]] = [[], []]
+    for results, runner in zip(found, runners, strict=True):
+        for step in range(6):
+            parts = (
+                msgspec.structs.replace(
+                    next_of(number, step - 1) if step else prompt_of(number),
+                    sampling=sampling,
+                    past=None if step else (),
+                )
+                for number, sampling in enumerate(samplings)
+            )
+            results.append(runner.execute(StepPlan(step, tuple(parts))))
+    assert queue.num_replays == len(found[0])
+    for replayed, eager in zip(*found, strict=True):
+        assert replayed.tokens == eager.tokens
+        assert [index for index, _ in replayed.logprobs] == [1, 2, 3]
+        for (_, ours), (_, theirs) in zip(
+            replayed.logprobs, eager.logprobs, strict=True
+        ):
+            (one,) = ours
+            (other,) = theirs
+            assert one.rank == other.rank
+            assert one.logprob == pytest.approx(other.logprob, rel=1e-6)
+            assert dict(one.top) == pytest.approx(dict(other.top), rel=1e-6)
+    assert {result.tokens[0][0] for result in found[0]} <= {*allowed}
+    held_back = msgspec.structs.replace(shown, min_tokens=99)
+    part = msgspec.structs.replace(next_of(5, 0), sampling=held_back, token_ids=(9,))
+    runners[0].execute(StepPlan(9, (part,)))
+    assert queue.num_replays == len(found[0])
 
 
 def prompt_of(number: int) -> Slice:
