@@ -11,6 +11,7 @@ from baton.protocol.errors import RequestError
 from baton.protocol.messages import Decode, FinishReason
 from baton.protocol.sampling import RepetitionDetectionParams, SamplingParams
 from tests.support.drive import key, sampling
+from tests.support.refusals import raises
 
 LIMITS = NodeLimits(max_num_batched_tokens=16, max_num_seqs=2, max_model_len=1000)
 PROMPT = [1, 2, 1, 2, 1, 2]
@@ -81,6 +82,5 @@ def test_a_largest_size_of_0_detects_nothing(sizes):
     "sizes", [(2, 3, 2), (3, 1, 1), (-1, 0, 2), (1025, 1, 2), ("3", 0, 2)]
 )
 def test_what_fits_no_pattern_is_refused(sizes):
-    with pytest.raises(RequestError, match="repetition_detection") as error:
+    with raises(RequestError, "invalid_request", "repetition_detection"):
         SamplingParams(repetition_detection=RepetitionDetectionParams(*sizes))
-    assert error.value.param == "repetition_detection"

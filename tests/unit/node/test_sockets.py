@@ -34,6 +34,7 @@ from baton.runtime.channels.listener import Channels, Listener
 from baton.runtime.clock import monotonic
 from tests.support.connectors import node
 from tests.support.drive import key
+from tests.support.refusals import raises
 from tests.support.virtual_clock import VirtualClock
 from tests.support.waiting import until
 
@@ -195,7 +196,7 @@ def test_a_node_that_is_refused_while_it_loads_ends_at_once(router):
     try:
         router.hear()
         router.say(REFUSED)
-        with pytest.raises(NodeError, match="another model"):
+        with raises(NodeError, "model_mismatch"):
             until(sockets.starting)
     finally:
         sockets.close()

@@ -10,6 +10,7 @@ from baton import SamplingParams
 from baton.protocol.errors import RequestError
 from baton.protocol.sampling import EVERYONE, NEUTRAL, Sampling
 from baton.router.core.admission import sampling_of
+from tests.support.refusals import raises
 
 NOTHING_ASKED: list[dict[str, object]] = [
     {name: v} for name in NEUTRAL for v in NEUTRAL[name]
@@ -122,7 +123,7 @@ def test_a_clone_is_equal_and_takes_changes_that_are_checked():
     changed = params.clone(temperature=0, max_tokens=5)
     assert (changed.temperature, changed.max_tokens, changed.n) == (0, 5, 2)
     assert params.temperature == 0.5
-    with pytest.raises(RequestError, match="max_tokens"):
+    with raises(RequestError, "invalid_request", "max_tokens"):
         params.clone(max_tokens="5")
     with pytest.raises(AttributeError):
         params.n = 3

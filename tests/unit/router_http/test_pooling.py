@@ -40,6 +40,7 @@ from baton.router.text.pooled_texts import (
 from baton.router.text.tokenizer import Text
 from tests.support.async_tests import AsyncTest, Test, with_bench
 from tests.support.http_bench import HttpBench
+from tests.support.refusals import raises
 from tests.support.router_bench import REMOTE, RouterBench
 from tests.support.scripted_nodes import ScriptedNode, node_info
 from tests.support.small_tokenizers import END, small_tokenizer
@@ -86,11 +87,8 @@ def test_the_end_of_a_text_stays_when_the_text_is_cut():
     assert texts.of_input("hello world stop", bare) == whole[:3]
     assert texts.of_input(whole, PromptOptions(100, cut_to=2)) == whole[:2]
     for given in ("hello " * 200, "x" * 10_000, [5] * 101):
-        with pytest.raises(
-            RequestError, match=r"too long: .* > 100 maximum; shorten it"
-        ) as error:
+        with raises(RequestError, "context_length_exceeded", "prompt"):
             texts.of_input(given, PLAIN)
-        assert error.value.code == "context_length_exceeded"
 
 
 def test_prompts_of_a_folder_go_before_texts_by_their_name_or_by_default(tmp_path):
@@ -106,7 +104,7 @@ def test_prompts_of_a_folder_go_before_texts_by_their_name_or_by_default(tmp_pat
         assert texts.of_input(
             "x", PromptOptions(100, prompt_name=name)
         ) == text.encode_now("x")
-    with pytest.raises(RequestError, match="it has 'query', 'document', 'nothing'"):
+    with raises(RequestError, "invalid_request", "prompt_name"):
         texts.of_input("x", PromptOptions(100, prompt_name="q"))
     file.write_text("[]")
     with pytest.raises(ConfigError, match="cannot take prompts"):
@@ -139,7 +137,7 @@ def test_a_model_that_is_asked_gets_the_words_of_qwen3_reranker():
         "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     )
     without, _ = texts_with()
-    with pytest.raises(RequestError, match="no chat template"):
+    with raises(RequestError, "no_chat_template"):
         without.of_pair("Q", "D", options, asks=True)
 
 
@@ -165,7 +163,7 @@ def test_a_long_document_of_a_pair_is_cut_and_the_rest_stays():
     assert short == texts.of_pair(
         "Q", text.decode(text.encode_now(document)[:4]), PLAIN, asks=True
     )
-    with pytest.raises(RequestError, match="leaves no room for a document"):
+    with raises(RequestError, "invalid_request", "truncate_prompt_tokens"):
         texts.of_pair("Q" * 100, document, PromptOptions(500, cut_to=40), asks=True)
 
 
@@ -188,9 +186,8 @@ def test_rows_become_embeddings_cosines_and_probabilities():
     assert embedding_of(row(3, 4, 5), 2, normalizes=True) == pytest.approx([0.6, 0.8])
     assert embedding_of(row(3, 4), None, normalizes=False) == [3, 4]
     assert embedding_of(row(0, 0), None, normalizes=True) == [0, 0]
-    with pytest.raises(RequestError, match="at most 2") as error:
+    with raises(RequestError, "invalid_request", "dimensions"):
         embedding_of(row(3, 4), 3, normalizes=False)
-    assert error.value.param == "dimensions"
     assert cosine_of(row(3, 4), row(6, 8)) == pytest.approx(1)
     assert cosine_of(row(3, 4), row(-4, 3)) == pytest.approx(0, abs=1e-9)
     assert score_of(row(-2.5), is_probability=False) == -2.5

@@ -16,6 +16,7 @@ from baton.router.http.api.schema import (
     parse_completion,
 )
 from baton.router.text.chat_template import ChatTemplate
+from tests.support.refusals import raises
 
 
 def body_of(**fields: object) -> bytes:
@@ -64,7 +65,7 @@ def test_a_wrong_field_of_a_completion_is_named(data, param):
 
 
 def test_a_misspelt_field_is_answered_with_the_nearest():
-    with pytest.raises(RequestError, match=r"max_tokns; did you mean max_tokens\?$"):
+    with pytest.raises(RequestError, match=r"did you mean max_tokens\?$"):
         parse_completion(body_of(max_tokns=3))
 
 
@@ -89,7 +90,7 @@ def test_a_wrong_field_of_a_chat_is_named(data, param):
 
 def test_deep_nesting_where_it_would_be_skipped_is_refused():
     deep = turn(content=[{"type": "text", "text": "x", "more": "@"}])
-    with pytest.raises(RequestError, match="nested"):
+    with raises(RequestError, "invalid_json"):
         parse_chat(deep.replace(b'"@"', b"[" * 200_000 + b"]" * 200_000))
 
 
@@ -161,7 +162,7 @@ def test_no_tokens_can_be_asked_for_only_with_an_echo(data):
     if b"echo" in data:
         assert not parse_completion(data).generates
     else:
-        with pytest.raises(RequestError, match="at least 1"):
+        with raises(RequestError, "invalid_request", "max_tokens"):
             parse_completion(data)
 
 
@@ -351,11 +352,10 @@ def test_a_choice_of_allowed_tools_leaves_those_alone(mode, is_required):
 
 
 def test_too_many_log_probabilities_of_a_chat_are_those_of_top_logprobs():
-    with pytest.raises(RequestError, match="top_logprobs must be at least 0") as caught:
+    with raises(RequestError, "invalid_request", "top_logprobs"):
         parse_chat(turn()[:-1] + b',"logprobs":true,"top_logprobs":21}')
-    assert caught.value.param == "top_logprobs"
 
 
 def test_limits_are_shown_with_all_of_their_digits():
-    with pytest.raises(RequestError, match="at least 0 and at most 2147483647"):
+    with pytest.raises(RequestError, match="0 and at most 2147483647"):
         parse_completion(body_of(min_tokens=-1))

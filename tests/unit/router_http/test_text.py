@@ -16,6 +16,7 @@ from baton.router.text.detokenizer import (
     decoding_of,
 )
 from baton.router.text.tokenizer import Text
+from tests.support.refusals import raises
 from tests.support.small_tokenizers import (
     END,
     FAMILIES,
@@ -176,11 +177,9 @@ def test_a_long_prompt_is_counted_in_pieces_and_refused_only_if_it_cannot_fit(
     token_ids = text.encode_now(prompt)
     num = len(token_ids)
     assert text.encode_now(prompt, max_tokens=num) == token_ids
-    with pytest.raises(
-        RequestError, match=f"at least {num // 8 + 1} tokens > {num // 8}"
-    ) as caught:
+    with raises(RequestError, "context_length_exceeded", "prompt") as caught:
         text.encode_now(prompt, max_tokens=num // 8)
-    assert caught.value.code == "context_length_exceeded"
+    assert f"{num // 8 + 1} tokens > {num // 8} " in caught.value.message
 
 
 @pytest.mark.parametrize("family", ["byte_level", "byte_fallback"])
@@ -196,9 +195,8 @@ def test_bytes_of_tokens_join_to_the_text_where_tokens_are_parts_of_characters(f
 
 
 def test_a_lone_surrogate_is_refused_by_name():
-    with pytest.raises(RequestError, match="not Unicode") as caught:
+    with raises(RequestError, "invalid_request", "prompt"):
         ALL["byte_level"].encode_now("a\ud800b")
-    assert caught.value.param == "prompt"
 
 
 def test_a_folder_loads_and_forgets_the_limits_it_was_saved_with(tmp_path):

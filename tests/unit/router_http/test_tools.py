@@ -22,6 +22,7 @@ from baton.router.text.formats import call_format
 from baton.router.text.grammars import after_reasoning, checked_grammar
 from baton.router.text.response_parser import Parsing, ResponseParser
 from tests.support.http_bench import QWEN, TEXT, served
+from tests.support.refusals import raises
 
 PATH = "/v1/chat/completions"
 THOUGHT = "<think>hello</think>"
@@ -295,7 +296,7 @@ def test_every_name_that_a_tool_may_have_is_found_in_a_call(written, name):
     if written == "pythonic" and not name.replace(".", "").isidentifier():
         function = {"type": "function", "function": {"name": name}}
         parsed = parse_chat(json.dumps({**BODY, "tools": [function]}).encode())
-        with pytest.raises(RequestError, match="is not a name"):
+        with raises(RequestError, "invalid_request", "tools"):
             ModelFormat(tools=written).apply(parsed)
         return
     row = call_format(written)

@@ -24,6 +24,7 @@ from baton.protocol.messages import RankAddress
 from baton.protocol.pairing import pair_problem
 from tests.support.connectors import node, rank_address
 from tests.support.memfd_memory import GPU, device_pool
+from tests.support.refusals import raises
 
 EPOCH = Epoch("e")
 SHM = rank_address("e", "a")
@@ -41,19 +42,19 @@ def both(host: str) -> RankAddress:
         (both("a"), both("b"), "auto", (), "nixl"),
         (both("a"), both("a"), "nixl", (), "nixl"),
         (both("a"), both("a"), "auto", {"shm"}, "nixl"),
-        (SHM, rank_address("f", "b"), "auto", (), "no transport serves both"),
-        (NIXL, SHM, "auto", (), "prefill offers nixl, decode can use shm"),
-        (both("a"), both("b"), "shm", (), "different hosts"),
-        (both("a"), SHM, "nixl", (), "is nixl, but prefill offers"),
+        (SHM, rank_address("f", "b"), "auto", (), None),
+        (NIXL, SHM, "auto", (), None),
+        (both("a"), both("b"), "shm", (), None),
+        (both("a"), SHM, "nixl", (), None),
     ],
 )
 def test_two_ranks_take_the_first_transport_that_both_have(
     prefill, decode, setting, failed, found
 ):
-    if found in ("shm", "nixl"):
+    if found:
         assert choose_transport(prefill, decode, setting, failed) == found
     else:
-        with pytest.raises(TransferError, match=found):
+        with raises(TransferError, "no_transport"):
             choose_transport(prefill, decode, setting, failed)
 
 
@@ -137,7 +138,7 @@ def test_gpus_of_one_host_that_see_each_other_share_memory(reader, found):
         assert choose_transport(gpu(0), reader, "auto", {"cuda_ipc"}) == "nixl"
         assert choose_transport(gpu(0), reader, "cuda_ipc") == "cuda_ipc"
     else:
-        with pytest.raises(TransferError, match="cuda_ipc, but"):
+        with raises(TransferError, "no_transport"):
             choose_transport(gpu(0), reader, "cuda_ipc")
 
 
