@@ -153,7 +153,7 @@ def test_longrope_is_exact_up_to_its_original_length_only(tmp_path):
         tmp_path, "phi3", rope_parameters=rope, original_max_position_embeddings=256
     )
     config = with_values(compute_config(folder), {"model.model_impl": "transformers"})
-    with pytest.raises(ConfigError, match=r"set model\.max_model_len to at most 256"):
+    with pytest.raises(ConfigError, match=r"model\.max_model_len"):
         plan_rank(config, 1)
     plans = [
         plan_rank(

@@ -290,7 +290,7 @@ def test_a_process_on_ray_gets_the_addresses_and_ports_of_its_place(tmp_path):
         (
             slurm.addresses_of,
             {"resources": {"nic": "one"}},
-            "resources.nic: give the number",
+            "resources.nic",
         ),
     ],
 )
@@ -318,5 +318,5 @@ def test_ray_is_asked_for_what_a_pool_needs(tmp_path):
 @pytest.mark.parametrize("addresses_of", [slurm.addresses_of, ray_plan.addresses_of])
 def test_hosts_are_refused_where_the_platform_chooses_them(addresses_of, tmp_path):
     pools = {"decode": {"role": "decode", "hosts": ["10.0.0.2"]}}
-    with pytest.raises(ConfigError, match=r"routers\[0\]\.host: .* chooses the hosts"):
+    with pytest.raises(ConfigError, match=r"routers\[0\]\.host"):
         example_on(tmp_path, addresses_of, routers=[{"host": "10.0.0.1"}], pools=pools)

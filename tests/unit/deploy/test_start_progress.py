@@ -37,8 +37,6 @@ def test_a_cache_folder_is_made_and_one_that_cannot_be_written_is_one_line(tmp_p
     assert list((tmp_path / "new" / "folder").iterdir()) == []
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(
-            ConfigError, match=r"cache\.folder: cannot write to .*file"
-        ) as caught:
+        with pytest.raises(ConfigError, match=r"cache\.folder") as caught:
             check_cache_folder(str(folder))
         assert "\n" not in caught.value.message

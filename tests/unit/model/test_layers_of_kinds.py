@@ -48,11 +48,11 @@ def test_chunks_must_begin_with_a_block():
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"cache.block_size": 3}, "3 must be a multiple of 2, because 2 KV heads"),
-        ({"engine.kv_cache_dtype": "fp8"}, "layers store heads of several sizes"),
+        ({"cache.block_size": 3}, r"cache\.block_size"),
+        ({"engine.kv_cache_dtype": "fp8"}, r"engine\.kv_cache_dtype"),
         (
             {"engine.tensor_parallel_size": 4},
-            "4 does not divide the KV heads of layers that see",
+            r"engine\.tensor_parallel_size",
         ),
     ],
 )
@@ -98,18 +98,18 @@ def test_keys_that_shared_layers_have_in_files_are_not_read(tmp_path):
     [
         (
             {"per_layer_config": {"1": {"head_dim": 32}}},
-            "must name the layers that see everything",
+            "per_layer_config",
         ),
         (
             {"per_layer_config": {"2": {"head_dim": 8}, "5": {}, "6": {}}},
-            "must give one head_dim",
+            "head_dim",
         ),
-        ({"num_kv_shared_layers": 5}, "without one that stores keys"),
+        ({"num_kv_shared_layers": 5}, "num_kv_shared_layers"),
         ({"vocab_size_per_layer_input": 100}, "less than vocab_size"),
         ({"enable_moe_block": True}, "num_experts, moe_intermediate_size"),
         (
             {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2},
-            "moe_intermediate_size or the number",
+            "moe_intermediate_size",
         ),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
         ({"num_key_value_heads": 1}, "must divide"),
@@ -156,12 +156,12 @@ def test_the_first_folders_have_a_number_instead_of_a_switch(tmp_path):
     [
         (
             {"layer_types": ["sliding_attention"] * 5},
-            "must name one of chunked_attention",
+            "chunked_attention",
         ),
-        ({"layer_types": ["full_attention"]}, "for each of 5 layers"),
-        ({"no_rope_layers": [1, 0]}, "an entry for each of 5"),
+        ({"layer_types": ["full_attention"]}, "layer_types"),
+        ({"no_rope_layers": [1, 0]}, "no_rope_layers"),
         ({"attention_chunk_size": None}, "needs an attention_chunk_size"),
-        ({"num_experts_per_tok": 5}, "at most the 4 experts"),
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok"),
         ({"intermediate_size_mlp": 0}, "intermediate_size_mlp must be"),
     ],
 )

@@ -203,12 +203,12 @@ MODULE = {
 @pytest.mark.parametrize(
     ("file", "content", "text"),
     [
-        ("modules.json", [MODULE], "the module Dense in Dense"),
-        ("1_Pooling/config.json", {"pooling_mode": "max"}, "does not pool by max"),
+        ("modules.json", [MODULE], "module Dense"),
+        ("1_Pooling/config.json", {"pooling_mode": "max"}, "by max"),
         (
             "1_Pooling/config.json",
             {"pooling_mode": ["cls", "mean"]},
-            "pool by cls and mean",
+            "by cls",
         ),
         (
             "1_Pooling/config.json",
@@ -247,7 +247,7 @@ def test_a_folder_without_modules_must_have_its_head():
     assert "embed_tokens.weight" in load_file(folder / "model.safetensors")
     (folder / "modules.json").unlink()
     with (
-        pytest.raises(ConfigError, match=r"has no tensor lm_head\.weight"),
+        pytest.raises(ConfigError, match=r"lm_head\.weight"),
         loaded(compute_config(folder)),
     ):
         pass

@@ -162,7 +162,7 @@ def test_gpus_choose_keys_by_indexes_that_fit_their_kernels():
         large = with_values(
             config, {"model.path": str(foreign_folder("deepseek_v32", **fields))}
         )
-        with pytest.raises(ConfigError, match=r"an index of .* has no CUDA kernel"):
+        with pytest.raises(ConfigError, match=r"engine\.device"):
             plan_rank(large, 1)
 
 
@@ -381,7 +381,7 @@ def test_a_pool_without_a_setting_takes_a_share_of_free_memory_and_no_more_than_
     assert blocks(400 * block_bytes) == 100
     assert blocks(400 * block_bytes, shared_by=2) == 50
     assert blocks(1 << 50) == 64 * 8192 // 16
-    with pytest.raises(ConfigError, match=r"raise cache\.memory_mib or free memory"):
+    with pytest.raises(ConfigError, match=r"cache\.memory_mib"):
         blocks(2 * block_bytes)
 
 
@@ -472,7 +472,5 @@ def test_nodes_with_fp8_blocks_and_without_refuse_each_other(config):
 @pytest.mark.parametrize("kind", ["deepseek_v2", "olmo2"])
 def test_latent_rows_and_transformers_code_have_no_fp8_blocks(kind):
     config = compute_config(foreign_folder(kind), kv_cache_dtype="fp8")
-    with pytest.raises(
-        ConfigError, match=r"engine\.kv_cache_dtype: fp8 is not supported where"
-    ):
+    with pytest.raises(ConfigError, match=r"engine\.kv_cache_dtype"):
         plan_rank(config, 1)

@@ -137,9 +137,7 @@ def test_an_adapter_that_does_not_fit_changes_nothing():
     model = model_folder("qwen2", num_layers=2)
     wide = write_adapter(model, rank=9)
     with loaded(with_room(model)) as runner:
-        with pytest.raises(
-            ConfigError, match=r"rank 9, more than model\.max_lora_rank, which is 8"
-        ):
+        with pytest.raises(ConfigError, match=r"model\.max_lora_rank"):
             put(runner, model, wide, "wide", 0)
         with pytest.raises(ConfigError, match=r"No such file"):
             put(runner, model, Path("/nowhere"), "gone", 0)
@@ -189,9 +187,7 @@ def test_experts_are_changed_by_adapters_of_the_settings_alone():
     of_attention = write_adapter(model, ("q_proj",))
     with loaded(with_room(model, modules=(f"experts={of_experts}",))) as runner:
         alone = {lora: computed(runner, lora) for lora in ("", "experts")}
-        with pytest.raises(
-            ConfigError, match=r"experts\.0\.up_proj, which only adapters of"
-        ):
+        with pytest.raises(ConfigError, match=r"experts\.0\.up_proj"):
             put(runner, model, of_experts, "more", 0)
         put(runner, model, of_attention, "mine", 0)
         texts = [

@@ -187,10 +187,10 @@ def test_nodes_with_other_states_do_not_exchange_blocks(tmp_path):
     ("settings", "text"),
     [
         ({"engine.kv_cache_dtype": "fp8"}, "keep a state"),
-        ({"engine.tensor_parallel_size": 4}, "cannot share the states of 2 groups"),
+        ({"engine.tensor_parallel_size": 4}, r"engine\.tensor_parallel_size"),
         (
             {"cache.num_blocks": 10},
-            "cache.num_blocks is 10, but the state of one sequence",
+            "cache.num_blocks",
         ),
     ],
 )
@@ -203,10 +203,10 @@ def test_what_states_do_not_allow_is_refused_at_start(settings, text):
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"layer_types": ["full_attention"] * 4}, "must have both"),
-        ({"layer_types": ["linear_attention"] * 4}, "must have both"),
+        ({"layer_types": ["full_attention"] * 4}, "layer_types"),
+        ({"layer_types": ["linear_attention"] * 4}, "layer_types"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "each of 4 layers"),
-        ({"layer_types": ["mamba", *["full_attention"] * 3]}, "must name one of"),
+        ({"layer_types": ["mamba", *["full_attention"] * 3]}, "layer_types"),
         ({"linear_num_key_heads": 3}, "must divide"),
         ({"attn_output_gate": False}, "attn_output_gate"),
     ],
@@ -221,7 +221,7 @@ def test_layers_that_are_not_computed_are_refused(fields, text, tmp_path):
     [
         ({"mamba_n_heads": 7}, "mamba_n_heads times mamba_d_head"),
         ({"mamba_n_groups": 3}, "must divide mamba_n_heads"),
-        ({"mamba_proj_bias": True}, "mamba_proj_bias is not supported"),
+        ({"mamba_proj_bias": True}, "mamba_proj_bias"),
         ({"time_step_limit": [0.0, {"__float__": "NaN"}]}, "time_step_limit"),
         ({"shared_intermediate_size": 0}, "shared_intermediate_size"),
     ],
@@ -242,15 +242,15 @@ def test_a_mamba_that_is_not_computed_is_refused(fields, text, tmp_path):
             {"layers_block_type": ["mlp", "full_attention"]},
             "layer 0 is an MLP that follows",
         ),
-        ({"layers_block_type": ["linear_attention", "moe"]}, "must have both"),
+        ({"layers_block_type": ["linear_attention", "moe"]}, "layer_types"),
         (
             {"layers_block_type": ["linear_attention", "full_attention", "conv"]},
-            "must name one of",
+            "layer_types",
         ),
-        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu' is not supported"),
+        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu'"),
         ({"mamba_hidden_act": "gelu"}, "mamba_hidden_act"),
         ({"n_shared_experts": 2}, "n_shared_experts must be 1"),
-        ({"use_bias": True}, "use_bias is not supported"),
+        ({"use_bias": True}, "use_bias"),
     ],
 )
 def test_blocks_that_are_not_computed_are_refused(fields, text, tmp_path):
@@ -297,7 +297,7 @@ def test_kimi_linear_is_read_by_the_names_of_its_first_folders(tmp_path):
         foreign_folder("kimi_linear")
     )
     of_layers["kda_layers"] = [1, 3]
-    with pytest.raises(ConfigError, match="linear_attn_config must name each layer"):
+    with pytest.raises(ConfigError, match="linear_attn_config"):
         read_decoder_config(
             changed(tmp_path / "2", folder, linear_attn_config=of_layers)
         )

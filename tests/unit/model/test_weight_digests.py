@@ -131,7 +131,7 @@ def test_a_file_that_changes_while_it_is_loaded_is_refused(tmp_path):
     folder = write_checkpoint(tmp_path / "m", "qwen3", num_layers=1)
     with WeightDigest(folder) as digest:
         os.utime(folder / FILE)
-        with pytest.raises(ConfigError, match="changed while it was loaded"):
+        with pytest.raises(ConfigError, match=r"model\.safetensors"):
             digest.result(no_progress)
     with WeightDigest(folder) as digest:
         (folder / FILE).unlink()
@@ -218,7 +218,7 @@ def test_zeros_of_whole_models_are_no_damage(family, change, tmp_path):
 def test_rows_that_the_tokenizer_never_names_do_not_count(tmp_path):
     folder = write_checkpoint(tmp_path / "m", "llama", num_layers=1)
     changed(folder, zero_rows(EMBEDDING, 400, 1024))
-    with pytest.raises(ConfigError, match=r"embed_tokens.weight has 61% rows of zeros"):
+    with pytest.raises(ConfigError, match=r"embed_tokens\.weight has 61%"):
         weight_digest(folder)
     vocab = {f"w{number}": number for number in range(400)}
     added = [{"id": 400, "content": "<pad>"}]
@@ -232,7 +232,7 @@ def test_rows_that_the_tokenizer_never_names_do_not_count(tmp_path):
     (folder / "tokenizer.json").unlink()
     weight_digest(folder)  # the zeros are at the end, where padding is
     changed(folder, zero_rows(EMBEDDING, 0, 300))
-    with pytest.raises(ConfigError, match="rows of zeros"):
+    with pytest.raises(ConfigError, match=r"embed_tokens\.weight"):
         weight_digest(folder)
 
 

@@ -59,7 +59,7 @@ def test_damaged_folders_are_refused_in_one_line(tmp_path):
         b"\x02" + bytes(7) + b"[]",
     ):
         single.write_bytes(content)
-        with pytest.raises(ConfigError, match="is not a safetensors file"):
+        with pytest.raises(ConfigError, match=r"model\.safetensors"):
             Checkpoint(tmp_path)
     single.unlink()
     index = tmp_path / "model.safetensors.index.json"
@@ -90,7 +90,7 @@ def test_a_header_that_contradicts_itself_is_refused_before_a_tensor_is_read(
     header["model.layers.0.mlp.up_proj.weight"][field] = value
     text = json.dumps(header).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
-    with pytest.raises(ConfigError, match="is not a safetensors file") as raised:
+    with pytest.raises(ConfigError, match=r"model\.safetensors") as raised:
         Checkpoint(file.parent)
     assert "\n" not in raised.value.message
 
@@ -182,7 +182,7 @@ def test_weights_whose_logits_might_not_be_finite_are_refused(
     tensors[f"{name}.weight"].view(-1)[7] = number
     save_file(tensors, folder / "model.safetensors")
     place = RankDevice(dtype, torch.device("cpu"))
-    with pytest.raises(ConfigError, match="holds NaN, infinity or numbers so large"):
+    with pytest.raises(ConfigError, match="holds NaN"):
         load_decoder(
             read_decoder_config(folder),
             Checkpoint(folder),
@@ -217,9 +217,9 @@ LAYER = "model__layers__1__"
         ),
         (
             {LAYER + "self_attn__q_proj__weight": None},
-            "has no tensor model.layers.1.self_attn.q",
+            "model.layers.1.self_attn.q",
         ),
-        ({"lm_head__weight": None}, "has no tensor lm_head.weight"),
+        ({"lm_head__weight": None}, "lm_head.weight"),
         (
             {LAYER + "self_attn__k_proj__weight": torch.ones(128, 128)},
             "implies [64, 128]",
@@ -239,11 +239,11 @@ LAYER = "model__layers__1__"
                     torch.float8_e4m3fn
                 )
             },
-            "is F8_E4M3, so the weights are quantized",
+            "F8_E4M3",
         ),
         (
             {LAYER + "mlp__up_proj__weight": torch.ones(256, 128, dtype=torch.float64)},
-            "is F64, which is not supported",
+            "F64",
         ),
     ],
 )
@@ -265,7 +265,7 @@ def test_what_follows_from_the_configuration_may_be_stored_too(tmp_path):
     )
     checked(folder)
     changed(folder, lm_head__weight=embedding + 1)
-    with pytest.raises(ConfigError, match="the files hold another one"):
+    with pytest.raises(ConfigError, match="tie_word_embeddings"):
         checked(folder)
 
 
@@ -286,5 +286,5 @@ def test_one_file_hides_the_shards_beside_it_and_no_tensor_is_there_twice(tmp_pa
     save_file(
         {**load_file(second), **{name: one + 1 for name, one in twice.items()}}, second
     )
-    with pytest.raises(ConfigError, match="both have tensor"):
+    with pytest.raises(ConfigError, match=r"lm_head\.weight"):
         checked(folder)
