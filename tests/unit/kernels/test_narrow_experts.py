@@ -22,7 +22,7 @@ from baton.kernels.hopper.narrow.product import (
 )
 from baton.kernels.proofs import ModelShapes, NarrowExperts
 from baton.kernels.reference import NarrowWeight
-from tests.support.compile_narrow import KINDS, weight_of
+from tests.support.compile_products import KINDS, weight_of
 from tests.support.module_process import said_by
 from tests.support.narrow_words import read
 
@@ -225,7 +225,7 @@ def test_a_model_is_told_what_it_lacks(monkeypatch):
 def test_the_kernel_compiles_for_hopper(rows, tmp_path):
     kinds = ("mxfp4",) if rows == 4 else KINDS
     lines = said_by(
-        "tests.support.compile_narrow",
+        "tests.support.compile_products",
         "experts",
         str(rows),
         *kinds,

@@ -23,7 +23,7 @@ from baton.kernels.hopper.narrow.product import (
 )
 from baton.kernels.proofs import ModelShapes
 from baton.kernels.reference import NarrowWeight
-from tests.support.compile_narrow import KINDS, weight_of
+from tests.support.compile_products import KINDS, weight_of
 from tests.support.module_process import said_by
 from tests.support.narrow_words import read
 
@@ -285,7 +285,7 @@ def test_the_kernel_compiles_for_hopper(rows, tmp_path):
     # The quick test of experts compiles this kernel for mxfp4.
     kinds = ("int4 in groups of 32",) if rows == 8 else KINDS
     lines = said_by(
-        "tests.support.compile_narrow",
+        "tests.support.compile_products",
         "dense",
         str(rows),
         *kinds,
