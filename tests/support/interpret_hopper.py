@@ -1,32 +1,56 @@
-"""A process that tries what surrounds Hopper's attention, in Triton's interpreter.
+"""A process that tries Hopper's decode attention and what surrounds prefill, in the interpreter.
 
 It prints, as JSON, what each part of `PARTS` found that its arguments name, or `plans N`, which
-plans N random batches. One process for all saves the imports of the others.
+plans N random batches. `long` with a size of heads and names of `OPTIONS` compares decode over long
+contexts with its torch form. One process for all saves the imports of the others.
 """
 
 import json
 import sys
 from collections.abc import Callable
+from typing import Any
 from unittest.mock import patch
 
 import msgspec
+import numpy as np
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from baton.kernels.hopper.attention import one_order_proof, prefill, prefill_proof
 from baton.kernels.hopper.attention.cases import fault_in
+from baton.kernels.hopper.attention.decode import one_decode_attention, plan_decode
 from baton.kernels.hopper.attention.prefill_plan import plan_prefill
 from baton.kernels.proofs import ONE_ORDER, PREFILL, ModelShapes
-from baton.model.layers.attention import Batch, Tables
+from baton.model.layers.attention import Batch, Scoring, Tables
 from baton.model.layers.cuda_backend import CudaBackend
 from tests.support.hopper_stand_in import StandIn
 from tests.support.interpret_kernels import Interpreting
-from tests.support.interpret_one_order import MACHINE, QUICK, compare
-from tools.gpu.kernel_cases import AttentionShape, attention_batch, rotation_table
+from tests.support.one_order import Arithmetic, attend
+from tools.gpu.kernel_cases import (
+    LAYER,
+    AttentionShape,
+    attention_batch,
+    rotation_table,
+)
+from tools.gpu.kernel_cases import (
+    Batch as Case,
+)
 
 COUNTS = st.one_of(st.sampled_from([0, 1, 2, 16, 128]), st.integers(1, 400))
 CACHED = st.one_of(st.just(0), st.integers(0, 1500))
+# Around the borders of blocks, of tiles and of cuts.
+QUICK = (385, 1, 0, 129, 256, 257)
+OTHERS = (*QUICK, 700, 128, 16, 2, 127, 2048, 2049, 2177, 3000, 0, 8321)
+PROGRAMS = (7, 1, 13)
+# Windows begin inside a tile, inside a cut and at its border; some contexts are shorter.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window": 256},
+    "sinks": {"has_sinks": True},
+    "all": {"window": 200, "softcap": 3.0, "has_sinks": True},
+}
 
 
 @st.composite
@@ -118,6 +142,95 @@ def items_of(
             assert begin == first // keys, "no tile is taken in vain"
             assert end == -(-(first_position + own) // keys)
     return seen
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply as `interpret_kernels.dot`, where a row's bits do not depend on its tile."""
+    products = a.numpy()[:, :, np.newaxis] * b.numpy()[np.newaxis]
+    return torch.from_numpy(products.sum(axis=1, dtype=np.float32))
+
+
+def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    return (a.double() * b.double() + c.double()).float()
+
+
+def exp2(x: Tensor) -> Tensor:
+    return torch.from_numpy(np.exp2(x.numpy()))
+
+
+MACHINE = Arithmetic(dot, exp2, fma)
+
+
+def decode(case: Case, rows: list[int], programs: int) -> Tensor:
+    picked = torch.tensor(rows)
+    lens = case.context_lens[picked]
+    return one_decode_attention(
+        case.q[picked],
+        case.pool,
+        LAYER,
+        case.block_tables[picked],
+        lens,
+        plan_decode(lens, case.pool.shape[1], case.how[0], programs),
+        case.scale,
+        *case.how,
+    )
+
+
+def with_other_bits(case: Case, contexts: tuple[int, ...], out: Tensor) -> int:
+    """Return how many outputs differ in bits from those that the specification has."""
+    kv_heads = case.pool.shape[1]
+    group = case.q.shape[1] // kv_heads
+    differing = 0
+    for row, length in enumerate(contexts):
+        if not length:
+            differing += int(out[row].count_nonzero())
+            continue
+        blocks = case.block_tables[row, : -(-length // case.pool.shape[4])].long()
+        kv = case.pool[blocks, :, LAYER].permute(2, 1, 0, 3, 4).flatten(2, 3)
+        for head in range(kv_heads):
+            own = slice(head * group, (head + 1) * group)
+            positions = torch.full((group,), length - 1)
+            k, v = kv[:, head, :length]
+            window, softcap, sinks = case.how
+            scoring = Scoring(
+                case.scale, window, softcap, None if sinks is None else sinks[own]
+            )
+            want = attend(case.q[row, own], k, v, positions, scoring, MACHINE)
+            differing += int((want != out[row, own]).sum())
+    return differing
+
+
+def compare(contexts: tuple[int, ...], head_dim: int, option: str) -> dict[str, object]:
+    """Return how many outputs were compared, and how many have other bits than `one_order` says.
+
+    `changed` are the other plans and batches that changed the bits of a row. Slots that no sequence
+    owns hold NaN.
+    """
+    shape = AttentionShape(
+        contexts,
+        (1,) * len(contexts),
+        6,
+        2,
+        head_dim,
+        dtype=torch.bfloat16,
+        **OPTIONS[option],
+    )
+    case = attention_batch(shape, "cpu")
+    everything = list(range(len(contexts)))
+    out = decode(case, everything, 7)
+    changed = [
+        f"{programs} programs"
+        for programs in PROGRAMS[1:]
+        if not torch.equal(decode(case, everything, programs), out)
+    ]
+    for rows in ([4], everything[::-1]):
+        if not torch.equal(decode(case, rows, 6), out[rows]):
+            changed.append(f"rows {rows}")
+    return {
+        "compared": out.numel(),
+        "differing": with_other_bits(case, contexts, out),
+        "changed": changed,
+    }
 
 
 def said_by_proofs() -> dict[str, str]:
@@ -243,9 +356,14 @@ PARTS: dict[str, Callable[[], object]] = {
 
 def main() -> None:
     Interpreting()
+    found: dict[str, object] = {}
+    if sys.argv[1] == "long":
+        for option in sys.argv[3:]:
+            found[option] = compare(OTHERS, int(sys.argv[2]), option)
+        print(json.dumps(found))
+        return
     make_small()
     words = iter(sys.argv[1:])
-    found: dict[str, object] = {}
     for word in words:
         if word == "plans":
             check_plans(int(next(words)))

@@ -23,8 +23,8 @@ RIGHT = ("options", "one order")
 QWEN3_8B = ModelShapes((), 32, 8, 128, 16)
 
 
-def interpreted(module: str, *words: str) -> dict[str, Any]:
-    said = said_by(f"tests.support.{module}", *words, env=INTERPRETED)
+def interpreted(*words: str) -> dict[str, Any]:
+    said = said_by("tests.support.interpret_hopper", *words, env=INTERPRETED)
     found: dict[str, Any] = json.loads(said[-1])
     return found
 
@@ -103,7 +103,7 @@ def test_a_model_that_the_kernels_cannot_compute_is_named(changes, prefill, one_
 
 def test_plans_proofs_steps_and_sums_are_right_in_the_interpreter():
     """In one process: each alone takes as long to start as it runs."""
-    said = interpreted("interpret_hopper", "plans", "8", "proofs", "backend", "orders")
+    said = interpreted("plans", "8", "proofs", "backend", "orders")
     check_proofs(said.pop("proofs"))
     # A step has one plan for all layers, and sequences that decode beside chunks.
     assert said.pop("backend") == {"triton-hopper": "", "hopper-ordered": ""}
@@ -133,11 +133,11 @@ def check_orders(said: dict[str, dict[str, Any]], count: int) -> None:
 
 @pytest.mark.release
 def test_many_plans_have_each_row_once_with_the_keys_that_it_sees():
-    assert interpreted("interpret_hopper", "plans", "100") == {}
+    assert interpreted("plans", "100") == {}
 
 
 @pytest.mark.release
 @pytest.mark.parametrize("head_dim", ["64", "80", "128"])
 def test_decode_adds_in_the_order_that_is_written_down_over_long_contexts(head_dim):
     options = ("plain", "window", "sinks", "all")
-    check_orders(interpreted("interpret_one_order", head_dim, *options), len(options))
+    check_orders(interpreted("long", head_dim, *options), len(options))
