@@ -299,4 +299,4 @@ async def test_a_model_that_makes_no_tokens_is_ready_without_decode_nodes(bench)
     other = ScriptedNode(bench.endpoint, embedding_node("p1"))  # with other settings
     bench.nodes.append(other)
     other.join()
-    assert "serves other tasks" in (await other.hear(Refused)).failure.message
+    assert (await other.hear(Refused)).failure.code == "limits_mismatch"

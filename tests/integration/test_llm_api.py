@@ -14,6 +14,7 @@ from baton.deploy.model_folder import CHECKPOINT
 from baton.protocol.errors import ConfigError, RequestError
 from baton.router.outputs import RequestOutput
 from tests.support.adapters import write_adapter
+from tests.support.refusals import raises
 from tests.support.sources import REPOSITORY
 from tests.support.waiting import until
 
@@ -93,9 +94,7 @@ def test_prompts_share_cached_blocks_only_with_those_of_the_same_salt(llm):
     outputs = [*salted, asked(), asked()]
     assert [one.num_cached_tokens for one in outputs] == [0, 32, 0, 0, 32]
     assert all(one.outputs == outputs[0].outputs for one in outputs)
-    with pytest.raises(
-        RequestError, match="cache_salt must be a text that is not empty"
-    ):
+    with raises(RequestError, "invalid_request", "cache_salt"):
         asked(cache_salt="")
 
 
@@ -160,7 +159,7 @@ def test_a_profile_is_a_trace_of_each_nodes_steps(llm, folder):
     profile = llm.start_profile()
     llm.generate(PROMPT, GREEDY, use_tqdm=False)
     assert llm.stop_profile() == profile
-    with pytest.raises(RequestError, match="no profile is being recorded"):
+    with raises(RequestError, "no_profile"):
         llm.stop_profile()
     files = [folder / f"{profile.name}-{node}-rank0.json" for node in profile.nodes]
     until(lambda: all(file.exists() for file in files))

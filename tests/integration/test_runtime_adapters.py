@@ -120,7 +120,7 @@ def test_adapters_come_and_go_while_others_are_served(tmp_path):
         assert is_of(one, first)
         status, text = load(cluster, "mine", two)
         assert status == 400
-        assert "already been loaded" in text
+        assert "load_inplace" in text
         old = StreamReader(cluster, asked("mine", LONG))
         old.wait_for_more(2)
         assert load(cluster, "mine", two, load_inplace=True)[0] == 200
@@ -131,7 +131,7 @@ def test_adapters_come_and_go_while_others_are_served(tmp_path):
         assert tokens(cluster, "other") == first
         status, text = load(cluster, "third", one)
         assert status == 400
-        assert "as many as model.max_loras allows" in text
+        assert "model.max_loras" in text
         success = "Success: LoRA adapter 'other' removed successfully."
         assert unload(cluster, "other") == (200, success)
         with pytest.raises(urllib.error.HTTPError, match="404"):
