@@ -77,11 +77,6 @@ class CheapestPair:
         """
         growth = math.ceil(self._output_tokens)
         search = _PairSearch(registry, attempt, growth, kept, leaves_room=leaves_room)
-        # Most nodes have room, and checking takes long. A choice with room is the best in any case.
-        selected = self._choose(now_s, search, attempt)
-        if selected is None or not selected.full:
-            return selected
-        search.checks_room = True
         return self._choose(now_s, search, attempt)
 
     def _choose(
@@ -128,7 +123,6 @@ class _PairSearch:
         self._attempt = attempt
         self._kept = kept
         self._leaves_room = leaves_room
-        self.checks_room = False  # whether full nodes rank behind the others
         self._likely_tokens = _likely_tokens(attempt, growth)
         # Another sequence in the batch delays each step by about the time of a prompt token.
         self._slot_tokens = max(1, self._likely_tokens - attempt.num_tokens)
@@ -293,7 +287,7 @@ class _PairSearch:
         """Return what sets a node back: a suspect shares none while there is another."""
         avoid = self._attempt.avoid
         is_avoided = bool(avoid) and node.process in avoid
-        is_full = self.checks_room and not self._has_room(node)
+        is_full = not self._has_room(node)
         if not (is_avoided or is_full or node.num_suspects):
             return NO_PENALTY
         return is_avoided, node.num_suspects, is_full
