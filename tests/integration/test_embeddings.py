@@ -116,17 +116,17 @@ def test_token_ids_prompts_and_lengths_are_as_asked(cluster, folder):
 
 
 def test_a_large_batch_has_each_embedding_once_and_uses_both_nodes(cluster, folder):
-    texts = [f"number {index} " * (1 + index % 7) for index in range(200)]
-    texts += ["the same text " * 200] * 50
+    texts = [f"number {index} " * (1 + index % 7) + "x" * 40 for index in range(700)]
+    texts += ["the same text " * 200] * 40
     body = {"input": texts, "encoding_format": "base64"}
     assert len(json.dumps(body)) > 128 * 1024  # read by a process of its own
     status, reply = send(cluster, "/v1/embeddings", **body)
     assert status == 200
     assert [one["index"] for one in reply["data"]] == list(range(len(texts)))
     embeddings = [one["embedding"] for one in reply["data"]]
-    assert len(set(embeddings[:200])) == 200
-    assert len(set(embeddings[200:])) == 1  # from the prefix cache, too
-    for index in (0, 13, 199):
+    assert len(set(embeddings[:700])) == 700
+    assert len(set(embeddings[700:])) == 1  # from the prefix cache, too
+    for index in (0, 13, 699):
         numbers = array("f", base64.b64decode(embeddings[index])).tolist()
         assert close_to(numbers, embedding_of(folder, ids_of(folder, texts[index])))
     page = cluster.get("/metrics")[1]
