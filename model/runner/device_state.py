@@ -52,6 +52,28 @@ class TokenRing:
         return places
 
 
+class DeviceArray:
+    """Memory of a GPU in the form in which torch takes it from other libraries without a copy."""
+
+    def __init__(self, address: int, shape: tuple[int, ...]) -> None:
+        """Take the shape of the memory as an array of int32."""
+        self.__cuda_array_interface__ = {
+            "shape": shape,
+            "typestr": "<i4",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def without_owning(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same memory of a GPU that does not keep it from being reused."""
+    storage = tensor.untyped_storage()
+    # The allocator rounds up to whole words.
+    words = DeviceArray(storage.data_ptr(), (-(-storage.nbytes() // 4),))
+    flat = torch.as_tensor(words, device=tensor.device).view(tensor.dtype)
+    return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
 IDLE_ROW = 0  # no sequence has this row, which padding reads
 
 

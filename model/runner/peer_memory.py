@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.kv_transfer.pools import PoolShape
+from baton.model.runner.device_state import DeviceArray
 from baton.protocol.errors import ConfigError, TransferError
 
 DRIVER = "libcuda.so.1"
@@ -140,9 +141,7 @@ class CudaPeerMemory:
             raise TransferError("the handle is of another pool")
         base = self.driver.open(found.handle)
         owner = self.driver.device_of(base)
-        view = _DeviceArray(
-            base + found.offset, (shape.num_blocks + 1, found.num_words)
-        )
+        view = DeviceArray(base + found.offset, (shape.num_blocks + 1, found.num_words))
         # Some versions of torch copy the memory if the device is not named or is another one.
         blocks = torch.as_tensor(view, device=torch.device("cuda", owner))
         assert self.stream is not None, "the agent's thread entered"
@@ -451,18 +450,6 @@ class _Handle(ctypes.Structure):
     """CUipcMemHandle, which the driver takes by value."""
 
     _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
-
-
-class _DeviceArray:
-    """Memory of a GPU in the form in which torch takes it from other libraries without a copy."""
-
-    def __init__(self, address: int, shape: tuple[int, int]) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": shape,
-            "typestr": "<i4",
-            "data": (address, False),
-            "version": 3,
-        }
 
 
 def _gpu_id(index: int) -> str:

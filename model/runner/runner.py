@@ -20,7 +20,11 @@ from baton.model.layers.attention import AdaptedRows, Backend, Batch
 from baton.model.layers.decoder import Taps
 from baton.model.layers.linear import Linear
 from baton.model.loading.adapters import LoraLoader, PreparedAdapter
-from baton.model.runner.device_state import RING_TOKENS, DeviceTables
+from baton.model.runner.device_state import (
+    RING_TOKENS,
+    DeviceTables,
+    without_owning,
+)
 from baton.model.runner.drafting import Drafter
 from baton.model.runner.kv_cache import KVCache
 from baton.model.runner.packing import (
@@ -443,7 +447,7 @@ class Runner:
 
 class CapturedStep(NamedTuple):
     replay: StepWork
-    logits: Tensor  # of the last replay
+    logits: list[Tensor]  # those of the last replay
 
 
 class StepGraphs:
@@ -476,7 +480,10 @@ class StepGraphs:
             return ids
 
         replay = capture(work)
-        self._steps[step.bucket] = CapturedStep(replay, logits[0])
+        if self._words.is_cuda:
+            # Captured steps share their memory, which nothing takes before the next replay.
+            logits[:] = [without_owning(logits[0])]
+        self._steps[step.bucket] = CapturedStep(replay, logits)
 
     def takes(self, step: PackedStep) -> bool:
         return step.bucket in self._steps and len(step.inputs.words) <= len(self._words)
@@ -490,7 +497,9 @@ class StepGraphs:
     def replay(self, step: PackedStep) -> tuple[Tensor, Tensor]:
         """Run a step that is filled, and return the ids and the logits of its rows and padding."""
         captured = self._steps[step.bucket]
-        return captured.replay(), captured.logits
+        ids = captured.replay()
+        (logits,) = captured.logits
+        return ids, logits
 
 
 def _logprobs(

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -98,11 +99,17 @@ def capture(desk: Desk, runner: Runner, name: str, largest: int) -> Check:
 
 
 def graph_is_eager(runner: Runner, case: StepCase) -> Check:
-    """Compare tokens, and the keys and values of every layer, of a replay and of the eager step."""
+    """Compare a replay with the eager step: tokens, log probabilities, keys and values."""
     if case.kind == "prefill":
         (plan,) = prompt(case.context, case.context)
     else:
         plan = StepPlan(0, decoding(case.batch, case.context))
+    shown = msgspec.structs.replace(GREEDY, logprobs=2)
+    slices = [
+        msgspec.structs.replace(part, sampling=part.sampling and shown)
+        for part in plan.slices
+    ]
+    plan = msgspec.structs.replace(plan, slices=tuple(slices))
     last = torch.tensor([part.block_table[-1] for part in plan.slices])
     found = []
     for is_replayed in (True, False):
@@ -110,15 +117,20 @@ def graph_is_eager(runner: Runner, case: StepCase) -> Check:
         if not is_replayed:
             runner._graphs = None
         try:
-            tokens = runner.execute(plan).tokens
+            result = runner.execute(plan)
         finally:
             runner._graphs = graphs
-        found.append((tokens, runner.cache.pool[last.to(runner.device)].clone()))
+        blocks = runner.cache.pool[last.to(runner.device)].clone()
+        found.append(((result.tokens, result.logprobs), blocks))
     (replayed, ours), (eager, theirs) = found
     is_equal = replayed == eager and torch.equal(
         ours.view(torch.int16), theirs.view(torch.int16)
     )
-    detail = "tokens, keys and values are equal" if is_equal else "they differ"
+    detail = (
+        "tokens, log probabilities, keys and values are equal"
+        if is_equal
+        else "they differ"
+    )
     return Check(f"{GRAPH_IS_EAGER}, {case.key}", is_equal, detail)
 
 

@@ -116,7 +116,10 @@ class World:
         luck: random.Random,
         depth: int,
         limits: NodeLimits = LIMITS,
+        name: str = "r",
     ) -> None:
+        """`name` begins the keys; no other world of the runner may have it while it serves."""
+        self.name = name
         self.runner = runner
         self.luck = luck
         self.depth = depth
@@ -130,7 +133,7 @@ class World:
         self.cut: set[Key] = set()
 
     def ask(self, prompt: list[int], sampling: Sampling) -> None:
-        of = key(f"r{len(self.asked)}")
+        of = key(f"{self.name}{len(self.asked)}")
         self.asked[of] = (prompt, sampling)
         self.said[of] = []
         self.scheduler.add(0.0, 0, Decode(of, list(prompt), len(prompt), sampling, 1))
@@ -191,7 +194,8 @@ def test_random_schedules_say_what_one_eager_step_after_the_other_says(folder):
     num_cut = 0
     num_right = 0
     for seed in range(NUM_SCHEDULES):
-        world = World(runner, random.Random(seed), 2, GUESSING if seed % 2 else LIMITS)
+        limits = GUESSING if seed % 2 else LIMITS
+        world = World(runner, random.Random(seed), 2, limits, f"{seed}-")
         world.play()
         for of, (prompt, sampling) in world.asked.items():
             whole = expected[tuple(prompt), sampling]
