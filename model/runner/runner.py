@@ -442,7 +442,9 @@ class Runner:
             ).view(-1)
             for rows, (num_top, samples) in zip(raw, step.scored.items(), strict=True)
         )
-        return torch.cat([shown, *found]), logits
+        # The rows behind these are padding.
+        num_samples = sum(part.num_sampled for part in step.plan.slices)
+        return torch.cat([shown[:num_samples], *found]), logits
 
 
 class CapturedStep(NamedTuple):
