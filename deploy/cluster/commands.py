@@ -8,7 +8,6 @@ that `render` writes.
 
 import contextlib
 import importlib.util
-import math
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -47,6 +46,8 @@ WATCH_S = 0.2
 RAY_ADDRESS = "RAY_ADDRESS"  # the variable that Ray reads, too
 # Added to the nodes' own deadline: the time for interpreters and the platform to start.
 EXTRA_START_S = 20.0
+# Added to the graces of routers and nodes: what platforms take beyond them, a forced end included.
+EXTRA_STOP_S = 60.0
 LOCAL = "local"
 RAY = "ray"
 # How the files that `render` writes for a platform are run.
@@ -205,7 +206,8 @@ def up(given: ClusterArguments) -> int:
     make_private(folder)
     file = str(Path(given.path).absolute())
     this = ProcessId.of(os.getpid()) if given.stays else None
-    write_deployment(folder, Deployment(name, given.on, file, given.host, this))
+    stop_s = 3 * max(spec.grace_s for spec in plan.processes) + EXTRA_STOP_S
+    write_deployment(folder, Deployment(name, given.on, file, given.host, this, stop_s))
     with Interrupts() as interrupts:
         try:
             check_ids(plan, platform.own(plan), platform.urls(plan, folder))
@@ -237,7 +239,8 @@ def down(given: ClusterArguments) -> int:
     up = deployment.up
     try:
         if up is not None and up.signal(signal.SIGTERM):
-            up.wait(math.inf)
+            up.wait(deployment.stop_timeout_s)
+            up.signal(signal.SIGKILL)  # if it is there still; its processes end with it
         platform.stop(folder)
     except KeyboardInterrupt:
         if up is not None:

@@ -118,6 +118,7 @@ class Deployment(msgspec.Struct, frozen=True):
     hosts: tuple[str, ...] = ()  # whose processes were started; empty means all of them
     # The command, if it stays in front and the cluster ends with it.
     up: ProcessId | None = None
+    stop_timeout_s: float = 0.0  # the longest that it takes to end its processes
 
 
 def state_folder(name: str, chosen: str = "") -> Path:

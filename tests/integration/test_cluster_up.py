@@ -2,8 +2,10 @@
 
 import signal
 
+import msgspec
 import pytest
 
+from baton.deploy.cluster.state import DEPLOYMENT, Deployment
 from baton.runtime.channels.keys import write_key
 from tests.support.deployed import Deployed
 from tests.support.waiting import TIMEOUT_S, until
@@ -91,6 +93,27 @@ def test_a_cluster_in_front_ends_with_its_command(number, small):
     process.send_signal(number)
     process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == (0 if number == signal.SIGINT else -signal.SIGKILL)
+    assert small.all_gone()
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_down_ends_a_cluster_in_front(is_frozen, small):
+    """Of a command that stands still, only the wait is shorter here."""
+    process = small.baton("up")
+    for line in process.stdout:
+        if "Ctrl-C ends it" in line:
+            break
+    assert set(small.processes()) == {"router-0", "prefill-0", "decode-0"}
+    if is_frozen:
+        process.send_signal(signal.SIGSTOP)
+        record = small.state / DEPLOYMENT
+        deployment = msgspec.json.decode(record.read_bytes(), type=Deployment)
+        assert deployment.stop_timeout_s > 60.0
+        hasty = msgspec.structs.replace(deployment, stop_timeout_s=0.5)
+        record.write_bytes(msgspec.json.encode(hasty))
+    assert small.run("down")[:2] == (0, "small is down\n")
+    process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == (-signal.SIGKILL if is_frozen else 0)
     assert small.all_gone()
 
 
