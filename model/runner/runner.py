@@ -275,15 +275,9 @@ class Runner:
         if not step.scored:
             return ids
         valid = self._ring[inputs.places.of(inputs.words)]
-        found = (
-            packed_logprobs(
-                torch.stack([logits[one] for one in samples]),
-                torch.stack([valid[one] for one in samples]),
-                num_top,
-            ).view(-1)
-            for num_top, samples in step.scored.items()
+        return torch.cat(
+            [ids, *_packed_scores(step, _scored_rows(step, logits), valid)]
         )
-        return torch.cat([ids, *found])
 
     def _sample_masked(self, inputs: StepInputs, logits: Tensor, ids: Tensor) -> Tensor:
         """Return the ids of a captured step, with others where a mask says what may come."""
@@ -426,25 +420,17 @@ class Runner:
         if not len(places):
             return places, logits
         # Copies, because sampling may change them.
-        raw = [
-            torch.stack([logits[one] for one in samples])
-            for samples in step.scored.values()
-        ]
+        raw = _scored_rows(step, logits)
         ids = self.sampler.sample(logits, inputs.sampled(batch.token_ids))
         # Valid ids, which a step that is launched already may take.
         self._ring[places] = ids
         shown = ids.masked_fill(is_broken, NO_TOKEN)
         if not raw:
             return shown, logits
-        found = (
-            packed_logprobs(
-                rows, torch.stack([ids[one] for one in samples]), num_top
-            ).view(-1)
-            for rows, (num_top, samples) in zip(raw, step.scored.items(), strict=True)
-        )
         # The rows behind these are padding.
         num_samples = sum(part.num_sampled for part in step.plan.slices)
-        return torch.cat([shown[:num_samples], *found]), logits
+        scores = _packed_scores(step, raw, ids)
+        return torch.cat([shown[:num_samples], *scores]), logits
 
 
 class CapturedStep(NamedTuple):
@@ -502,6 +488,24 @@ class StepGraphs:
         ids = captured.replay()
         (logits,) = captured.logits
         return ids, logits
+
+
+def _scored_rows(step: PackedStep, logits: Tensor) -> list[Tensor]:
+    """Return copies of the logits whose log probabilities are wanted, as `step.scored` has them."""
+    return [
+        torch.stack([logits[one] for one in samples])
+        for samples in step.scored.values()
+    ]
+
+
+def _packed_scores(step: PackedStep, rows: list[Tensor], ids: Tensor) -> list[Tensor]:
+    """Return what `packed_logprobs` makes of these rows and of the valid ids of all samples."""
+    return [
+        packed_logprobs(own, torch.stack([ids[one] for one in samples]), num_top).view(
+            -1
+        )
+        for own, (num_top, samples) in zip(rows, step.scored.items(), strict=True)
+    ]
 
 
 def _logprobs(
