@@ -142,6 +142,7 @@ def fork_prompt(
             [*prompt.token_ids, token_id],
             block_table=[*whole, *own[: len(tail)]],
             state=own[len(tail) :],
+            chain=list(prompt.chain),
             hashes=list(prompt.hashes),
             num_computed_tokens=prompt.num_tokens,
             num_planned_tokens=prompt.num_tokens,

@@ -30,7 +30,7 @@ from baton.kv_transfer.interfaces import (
 )
 from baton.node.scheduling.block_pool import BlockPool
 from baton.node.scheduling.plan import Origin, Outputs, Slice, StepPlan, StepResult
-from baton.node.scheduling.request import Request, Sequence, no_token
+from baton.node.scheduling.request import UNIT_TOKENS, Request, Sequence, no_token
 from baton.node.scheduling.requests import Requests
 from baton.node.scheduling.scheduler import NodeLimits, load_of
 from baton.protocol.errors import Failure, NodeError, TransferError
@@ -173,9 +173,8 @@ class DecodeScheduler:
         ]
         slices = self._decode_slices(num_slots - len(computing))
         num_decoding = sum(part.length for part in slices)
-        budget = max(
-            self.limits.max_num_batched_tokens - num_decoding, self.pool.block_size
-        )
+        least = UNIT_TOKENS + 1 if self.pool.has_two_orders else self.pool.block_size
+        budget = max(self.limits.max_num_batched_tokens - num_decoding, least)
         self.requests.add_chunks(slices, computing, budget, num_growing)
         # All ended before a first step.
         if not slices and not self._running and not computing:

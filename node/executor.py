@@ -19,7 +19,7 @@ Progress = Callable[[str, int, int], None]
 
 
 class ExecutorInfo(msgspec.Struct, frozen=True):
-    """What an executor knows once it has loaded, in the fields of `NodeInfo` but for the last."""
+    """What an executor knows once it has loaded; all but the last two are fields of `NodeInfo`."""
 
     num_blocks: int
     layout: KVLayout
@@ -32,6 +32,8 @@ class ExecutorInfo(msgspec.Struct, frozen=True):
     compute: str = ""  # equal for nodes that compute the same bits
     facts: NodeFacts = NodeFacts()
     draft_cost: float = 0.0  # of a draft, as a share of a step without any
+    # It promises bits, but those of a prompt's tokens are others than those of a response's.
+    has_two_orders: bool = False
 
 
 class AdapterLoad(msgspec.Struct, frozen=True):

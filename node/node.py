@@ -182,6 +182,7 @@ class EngineNode:
             info.layout.block_size,
             cache_prefixes=self.config.cache.enable_prefix_caching,
             state_blocks=info.layout.state_blocks,
+            has_two_orders=info.has_two_orders,
         )
         model = self.config.model
         limits = NodeLimits(
@@ -246,7 +247,8 @@ class EngineNode:
         }
         features = tuple(name for name, is_on in switches.items() if is_on)
         loaded = msgspec.structs.asdict(info)
-        del loaded["draft_cost"]  # other processes need not know
+        for own in ("draft_cost", "has_two_orders"):  # other processes need not know
+            del loaded[own]
         loaded["facts"] = msgspec.structs.replace(
             info.facts, features=info.facts.features + features
         )

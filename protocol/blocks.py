@@ -10,6 +10,7 @@ import hashlib
 import struct
 from array import array
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 BlockHash = bytes
 HASH_BYTES = 16
@@ -84,6 +85,45 @@ def block_hashes(
         ).digest()
         hashes.append(last)
     return hashes
+
+
+class Makers(NamedTuple):
+    """What computed the tokens of a sequence, if equal tokens may have other bits elsewhere.
+
+    From each position of `borders` on, something else computed them: the rows of a response where
+    those of a prompt are summed in another order, or another node.
+    """
+
+    compute: str = ""  # of the node that computed the prompt; empty: this one's
+    borders: tuple[int, ...] = ()
+
+    def hashes(
+        self, chain: Sequence[BlockHash], first: int, block_size: int
+    ) -> list[BlockHash]:
+        """Return hashes that cover the makers, too, of blocks from number `first` on.
+
+        Another node's blocks keep their keys, so that a router finds them for this one's peers.
+        """
+        if self == THIS_NODE:
+            return list(chain)
+        hashes = []
+        for number, block_hash in enumerate(chain, first + 1):
+            past = [one for one in self.borders if one < number * block_size]
+            if not past and not self.compute:
+                hashes.append(block_hash)
+                continue
+            made = hashlib.blake2b(
+                f"{self.compute} {past}".encode(),
+                key=block_hash,
+                person=b"makers",
+                digest_size=HASH_BYTES,
+            ).digest()
+            key = made if past else block_hash
+            hashes.append(key[:KEY_BYTES] + made[KEY_BYTES:])
+        return hashes
+
+
+THIS_NODE = Makers()
 
 
 def state_hashes(block_hash: BlockHash, num_blocks: int) -> list[BlockHash]:

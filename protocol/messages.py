@@ -168,6 +168,9 @@ class Decode(Message, frozen=True):
 
     Without a `prefill_node` the node computes the prompt itself. If more than `max_uncached_tokens`
     of the prompt are not cached, the node refuses with `NOT_CACHED`.
+
+    `prompt_compute` is the `compute` of the `prefill_node` if both nodes promise bits, and it
+    promises others: then the receiver tells blocks with those apart from its own.
     """
 
     key: Key
@@ -177,6 +180,7 @@ class Decode(Message, frozen=True):
     num_choices: Count = 1
     prefill_node: NodeId | None = None
     max_uncached_tokens: Count | None = None  # None means no limit
+    prompt_compute: str = ""
 
 
 class Cancel(Message, frozen=True):

@@ -289,6 +289,7 @@ def _combined(infos: Sequence[ExecutorInfo]) -> ExecutorInfo:
     shared = {
         "ranks": tuple(address for info in infos for address in info.ranks),
         "batch_invariant": all(info.batch_invariant for info in infos),
+        "has_two_orders": any(info.has_two_orders for info in infos),
         "compute": "+".join(dict.fromkeys(info.compute for info in infos)),
     }
     info = msgspec.structs.replace(infos[0], **shared)

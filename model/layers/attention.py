@@ -215,9 +215,10 @@ class Backend(Protocol):
     """One device's attention and fused operations over one pool.
 
     `name` differs between backends that compute different bits. `is_batch_invariant` says that the
-    bits of a token depend on its own sequence alone. `table_blocks` is the number of blocks of the
-    longest sequence if the backend reads `Batch.tables`, or 0 if it reads chunks. A decoder may set
-    `scoring` and `keys` before each `attend`.
+    bits of a token depend on its own sequence alone, and `has_two_orders` that those before a
+    prompt's last token are others than those of equal tokens of a response. `table_blocks` is the
+    number of blocks of the longest sequence if the backend reads `Batch.tables`, or 0 if it reads
+    chunks. A decoder may set `scoring` and `keys` before each `attend`.
     """
 
     scoring: Scoring
@@ -228,6 +229,9 @@ class Backend(Protocol):
 
     @property
     def is_batch_invariant(self) -> bool: ...
+
+    @property
+    def has_two_orders(self) -> bool: ...
 
     @property
     def table_blocks(self) -> int: ...
@@ -317,6 +321,7 @@ QUERIES = 128
 
 class PlainBackend:
     is_batch_invariant = False
+    has_two_orders = False
     table_blocks = 0
 
     def __init__(

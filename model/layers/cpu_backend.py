@@ -98,6 +98,7 @@ class CpuBackend:
     """The compiled kernels over a host pool."""
 
     is_batch_invariant = True
+    has_two_orders = False
     table_blocks = 0
 
     def __init__(

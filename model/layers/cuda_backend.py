@@ -59,8 +59,6 @@ class CudaBackend:
     ) -> None:
         """`is_ordered` merges keys in one order, so a row's bits do not depend on the batch.
 
-        States do not promise that: see `docs/decisions.md`.
-
         `proven` names the candidates of `kernels/proofs.py` that may compute this model.
         """
         self._hopper: HopperAttention | None = None
@@ -70,7 +68,9 @@ class CudaBackend:
             kind = "hopper-ordered" if is_ordered else "triton-hopper"
         self.name = kind + pool_suffix(pool)
         self._is_ordered = is_ordered
-        self.is_batch_invariant = is_ordered and states is None
+        self.is_batch_invariant = is_ordered
+        # Tokens of a prompt go through a state's matrices in chunks, others one by one.
+        self.has_two_orders = states is not None and states.shape.has_matrices
         # [num_blocks, kv_heads, num_layers, 2 or 1, block_size, head_dim].
         self.pool = pool
         self.num_heads = num_heads

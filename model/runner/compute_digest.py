@@ -31,6 +31,14 @@ def is_batch_invariant(runner: Runner) -> bool:
     return is_invariant and decoder.ranks.is_batch_invariant
 
 
+def has_two_orders(runner: Runner) -> bool:
+    """Return whether a prompt's tokens have other bits than equal tokens of a response.
+
+    Nobody asks that of a runner whose bits depend on the batch anyway.
+    """
+    return is_batch_invariant(runner) and runner.backend.has_two_orders
+
+
 def compute_path(runner: Runner) -> str:
     """Return a text that is equal for ranks of one model that should compute the same bits."""
     digest = hashlib.blake2b(runner.backend.name.encode(), digest_size=6)

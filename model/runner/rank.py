@@ -40,7 +40,11 @@ from baton.model.loading.layer_weights import (
 )
 from baton.model.loading.weight_digests import WeightDigest
 from baton.model.loading.weights import Checkpoint, fingerprint
-from baton.model.runner.compute_digest import compute_path, is_batch_invariant
+from baton.model.runner.compute_digest import (
+    compute_path,
+    has_two_orders,
+    is_batch_invariant,
+)
 from baton.model.runner.cuda_start import (
     buckets_up_to,
     free_for_pool,
@@ -189,6 +193,7 @@ def load_rank(
             tasks=plan.tasks,
         ),
         draft_cost=draft_cost(runner),
+        has_two_orders=has_two_orders(runner),
     )
     return LoadedRank(runner, pool, port, info, plan)
 

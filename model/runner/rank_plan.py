@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from baton.kernels.constants import STATE_CHUNK
 from baton.model.checkpoint.draft_files import METHOD, check_drafts, with_draft_head
 from baton.model.checkpoint.lora_files import (
     Adapter,
@@ -40,7 +41,7 @@ from baton.model.runner.kv_cache import (
     states_of,
 )
 from baton.model.runner.runner import MAX_SEQUENCES
-from baton.protocol.config import ClusterConfig, ModelConfig
+from baton.protocol.config import ClusterConfig, EngineConfig, ModelConfig
 from baton.protocol.errors import ConfigError
 from baton.protocol.messages import KVLayout
 from baton.protocol.pooling import ModelTasks
@@ -99,6 +100,8 @@ def plan_rank(config: ClusterConfig, num_ranks: int) -> RankPlan:
         raise ConfigError(
             f"engine.max_num_seqs: a GPU takes at most {MAX_SEQUENCES} in one step"
         )
+    if layout.state_blocks and device.type == "cuda":
+        _check_step(config.engine)
     own = decoder if isinstance(decoder, DecoderConfig) else None
     plan = RankPlan(
         folder=folder,
@@ -138,6 +141,15 @@ def _check_blocks(decoder: DecoderConfig, block_size: int) -> None:
         raise ConfigError(
             f"cache.block_size: {block_size} must divide attention_chunk_size, which is "
             f"{chunks.size}"
+        )
+
+
+def _check_step(engine: EngineConfig) -> None:
+    """Raise `ConfigError` for steps that cannot take a whole chunk through a state."""
+    if 0 < engine.max_num_batched_tokens <= STATE_CHUNK:
+        raise ConfigError(
+            f"engine.max_num_batched_tokens: must be above {STATE_CHUNK}, because on a GPU so many "
+            "tokens of a prompt go through layers with a state at once"
         )
 
 

@@ -44,7 +44,8 @@ class BlockPool:
     """The `num_blocks` blocks of a node. Without `cache_prefixes`, released blocks are not kept.
 
     Where a model keeps a state for each sequence, it takes `state_blocks` of them beside those of
-    the sequence's tokens.
+    the sequence's tokens. With `has_two_orders`, equal tokens of a prompt and of a response have
+    different bits, and their blocks are told apart.
     """
 
     def __init__(
@@ -54,10 +55,12 @@ class BlockPool:
         *,
         cache_prefixes: bool = True,
         state_blocks: int = 0,
+        has_two_orders: bool = False,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.state_blocks = state_blocks
+        self.has_two_orders = has_two_orders
         self.cache = PrefixCache()
         self.counts = PoolCounts()
         self.caches_prefixes = cache_prefixes

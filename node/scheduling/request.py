@@ -13,7 +13,7 @@ import msgspec
 from baton.node.scheduling.block_pool import BlockPool
 from baton.node.scheduling.plan import NOT_FINITE, Origin, Slice
 from baton.node.scheduling.scheduler import NodeLimits
-from baton.protocol.blocks import BlockHash, block_hashes
+from baton.protocol.blocks import THIS_NODE, BlockHash, Makers, block_hashes
 from baton.protocol.errors import Failure, RequestError
 from baton.protocol.ids import Key, NodeId
 from baton.protocol.messages import (
@@ -32,6 +32,18 @@ from baton.protocol.sampling import Sampling
 KNOWN_GRAMMAR = " "
 # States are kept at multiples of it, and go through so many tokens of a prompt at once on GPUs.
 UNIT_TOKENS = 64
+
+
+def _makers(message: Prefill | Decode, *, has_two_orders: bool) -> Makers:
+    """Return what computes the tokens of a message's sequences.
+
+    The last token of a prompt counts as one of the response: it may be computed beside those.
+    """
+    first_output = message.num_prompt_tokens - 1
+    if isinstance(message, Decode) and message.prompt_compute:
+        borders = (first_output, len(message.token_ids))
+        return Makers(message.prompt_compute, borders)
+    return Makers(borders=(first_output,)) if has_two_orders else THIS_NODE
 
 
 @dataclass(slots=True)
@@ -62,6 +74,7 @@ class Request:
     arrived_s: float
     prefix_node: NodeId | None = None  # probably has blocks of its first tokens
     max_uncached_tokens: int | None = None  # None means no limit
+    makers: Makers = THIS_NODE
     queued_s: float = 0.0
     admitted_s: float = 0.0  # when it got its blocks
     read: PrefixRead | None = None  # until it has ended
@@ -79,7 +92,14 @@ class Request:
     sequences: "dict[int, Sequence]" = field(default_factory=dict)
 
     @classmethod
-    def of(cls, message: Prefill | Decode, origin: Origin, now_s: float) -> "Request":
+    def of(
+        cls,
+        message: Prefill | Decode,
+        origin: Origin,
+        now_s: float,
+        *,
+        has_two_orders: bool = False,
+    ) -> "Request":
         first = message.key.choice
         every = tuple(range(first, first + message.num_choices))
         request = cls(
@@ -101,6 +121,7 @@ class Request:
                 request.peer = message.prefill_node
                 request.is_computed_here = message.prefill_node is None
                 request.max_uncached_tokens = message.max_uncached_tokens
+        request.makers = _makers(message, has_two_orders=has_two_orders)
         request.prompt = Sequence(request, message.key, message.token_ids)
         return request
 
@@ -172,7 +193,8 @@ class Sequence:
     checkpoint_blocks: list[int] = field(default_factory=list)
     # After so many tokens, the cache should keep its state.
     checkpoints: tuple[int, ...] = ()
-    # Of the full blocks hashed so far.
+    # Of the full blocks hashed so far: those of the tokens alone, and those of their makers, too.
+    chain: list[BlockHash] = field(default_factory=list)
     hashes: list[BlockHash] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_planned_tokens: int = 0
@@ -237,7 +259,11 @@ class Sequence:
         if num_blocks > len(self.hashes):
             known = self.token_ids[:num_tokens]
             root = self.request.sampling.cache_root
-            self.hashes = block_hashes(known, block_size, self.hashes, root)
+            self.chain = block_hashes(known, block_size, self.chain, root)
+            first = len(self.hashes)
+            self.hashes += self.request.makers.hashes(
+                self.chain[first:], first, block_size
+            )
         return self.hashes[:num_blocks]
 
     def start_at(self, position: int, *, repeats_last: bool = False) -> None:
@@ -330,6 +356,15 @@ class Sequence:
         num_held = self.num_state_tokens - start
         self.num_state_tokens = end
         return num_held
+
+    def cuts_unit(self, budget: int) -> bool:
+        """Return whether the next chunk of so few tokens would cut a unit of its state."""
+        end = self.num_planned_tokens + budget - self.num_repeated
+        return (
+            bool(self.state)
+            and end < self.num_tokens
+            and end // UNIT_TOKENS <= self.num_planned_tokens // UNIT_TOKENS
+        )
 
     def chunk(self, budget: int, samples: tuple[int, ...], step_id: int) -> Slice:
         """Return at most `budget` next tokens as a slice. The last chunk samples or pools.

@@ -111,7 +111,9 @@ class Requests:
         if problem is not None:
             self.outputs.send(origin, Failed(message.key, problem.to_failure()))
             return None
-        request = Request.of(message, origin, now_s)
+        request = Request.of(
+            message, origin, now_s, has_two_orders=self.pool.has_two_orders
+        )
         for lower in self.of(message.key.request_id):
             self._drop(lower, lower.supersede(request), "a newer attempt replaced it")
         return request
@@ -242,6 +244,8 @@ class Requests:
             ):
                 return
             if request.prompt.num_unplanned_tokens:
+                if self.pool.has_two_orders and request.prompt.cuts_unit(budget):
+                    return  # the next step has more room
                 self.copies.save(request.prompt, num_kept_free)
                 slices.append(request.prompt.chunk(budget, every, self.step_id + 1))
                 budget -= slices[-1].length

@@ -389,6 +389,7 @@ class _PairSearch:
         attempt.epochs = {node.node_id: node.epoch for node in nodes}
         attempt.max_uncached_tokens = max_uncached
         attempt.prefix_node = None if lender is None else lender.node_id
+        attempt.prompt_compute = _told_apart(prefill, decode)
         attempt.num_uncached_tokens = num_uncached
         attempt.num_decode_blocks = num_blocks
         attempt.is_fallback = is_fallback
@@ -428,6 +429,16 @@ def _likely_blocks(node: Node, attempt: Attempt, likely_tokens: int) -> int:
     )
     # Many choices start one by one, so they need not wait for an empty node.
     return min(num_blocks, _pool(node) // 2)
+
+
+def _told_apart(prefill: Node | None, decode: Node | None) -> str:
+    """Return `compute` of a prefill node whose bits the decode node tells apart from its own."""
+    if prefill is None or decode is None or prefill.info is None or decode.info is None:
+        return ""
+    both = prefill.info, decode.info
+    is_promised = all(info.batch_invariant for info in both)
+    differ = prefill.info.compute != decode.info.compute
+    return prefill.info.compute if is_promised and differ else ""
 
 
 def _pool(node: Node) -> int:

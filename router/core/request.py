@@ -307,6 +307,7 @@ class Attempt:
     max_uncached_tokens: int | None = None
     # From which prefill may read its first tokens' blocks.
     prefix_node: NodeId | None = None
+    prompt_compute: str = ""  # of prefill, if its bits are told apart from decode's
     num_uncached_tokens: int = 0  # that the prefill node will compute
     # That its sequences will probably take at the decode node.
     num_decode_blocks: int = 0
@@ -458,6 +459,7 @@ class Attempt:
                 num_choices,
                 self.prefill_node,
                 self.max_uncached_tokens,
+                self.prompt_compute,
             )
             sends.append(Send(self.decode_node, decode))
         if self.prefill_node is not None:

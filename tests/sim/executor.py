@@ -91,7 +91,8 @@ def _anything(_token: int) -> bool:
 class CheckedModel:
     """Computes plans; `says` returns the token of a choice after a context and with a seed.
 
-    With `masks`, it follows the rules of requests.
+    With `masks`, it follows the rules of requests. With `has_two_orders`, a token of a response has
+    another context than an equal one of a prompt.
     """
 
     def __init__(
@@ -100,7 +101,10 @@ class CheckedModel:
         root: Context,
         says: Callable[[Context, int, int], int],
         masks: "SimMasks | None" = None,
+        *,
+        has_two_orders: bool = False,
     ) -> None:
+        self._has_two_orders = has_two_orders
         self.slots: list[list[Context | int | None]] = [
             [None] * (NUM_HEADS * BLOCK_SIZE) for _ in range(num_blocks)
         ]
@@ -135,7 +139,7 @@ class CheckedModel:
                 token = part.token_ids[position - part.start]
             else:
                 token = self._sampled[part.key, position]
-            context = context.then(token)
+            context = self._then(context, token, part)
             self.write(
                 part.block_table[position // BLOCK_SIZE], position % BLOCK_SIZE, context
             )
@@ -154,6 +158,10 @@ class CheckedModel:
         for block in part.state:
             self.write_state(block, kept)  # without guesses
         return tuple(sampled)
+
+    def _then(self, context: Context, token: int, part: Slice) -> Context:
+        is_output = context.length >= part.num_prompt_tokens - 1
+        return context.then(token + VOCAB * (self._has_two_orders and is_output))
 
     def _rule_of(self, part: Slice) -> Callable[[int], bool] | None:
         """Return what says of a token whether it may come; None if that is not known yet."""
@@ -179,7 +187,7 @@ class CheckedModel:
             held = found
             if part.num_held:  # its last token is computed again
                 assert part.num_held == part.length == 1
-                held = found.then(part.token_ids[0])
+                held = self._then(found, part.token_ids[0], part)
             for block in part.state:
                 if (
                     self.slots[block][0] is not held

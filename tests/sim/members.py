@@ -224,6 +224,7 @@ class SimNode(Member):
             self.model,
             world.max_model_len,
             VOCAB,
+            batch_invariant=world.promises_bits,
             compute="sim" if world.lends else self.name,
             reaches=(f"{kind.name}@host",),
             facts=NodeFacts(step=StepLimits(8, 32), features=self._features()),

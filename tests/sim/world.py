@@ -106,6 +106,8 @@ class World:
         self.prefix_rng = random.Random(f"prefixes {seed}")
         # Prefill nodes read what decode nodes have cached.
         self.lends = self.prefix_rng.random() < 0.7 and lends and not state_blocks
+        # Then those with other bits tell apart who computed a block.
+        self.promises_bits = random.Random(f"bits {seed}").random() < 0.5
         # Nodes save what they have cached in slots of a folder, of which some are full soon.
         self.tier_rng = random.Random(f"tiers {seed}")
         self.num_slots = (

@@ -75,8 +75,8 @@ def offered(name: str, num_tokens: int, num_blocks: int) -> Offered:
     return Offered(key(name), num_tokens, num_blocks, 30.0)
 
 
-def toy_model(num_blocks: int) -> CheckedModel:
-    return CheckedModel(num_blocks, ROOT, TOY)
+def toy_model(num_blocks: int, *, has_two_orders: bool = False) -> CheckedModel:
+    return CheckedModel(num_blocks, ROOT, TOY, has_two_orders=has_two_orders)
 
 
 def result_of(model: CheckedModel, plan: StepPlan) -> StepResult:
@@ -107,10 +107,17 @@ class Drive:
         num_blocks: int,
         limits: NodeLimits,
         state_blocks: int = 0,
+        *,
+        has_two_orders: bool = False,
     ) -> None:
-        self.pool = BlockPool(num_blocks, BLOCK_SIZE, state_blocks=state_blocks)
+        self.pool = BlockPool(
+            num_blocks,
+            BLOCK_SIZE,
+            state_blocks=state_blocks,
+            has_two_orders=has_two_orders,
+        )
         self.scheduler = kind(self.pool, limits)
-        self.model = toy_model(num_blocks)
+        self.model = toy_model(num_blocks, has_two_orders=has_two_orders)
         self.said: list[ToRouter] = []
         self.asked: list[ConnectorEvent] = []
         self.plans: list[StepPlan] = []

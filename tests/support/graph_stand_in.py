@@ -160,6 +160,7 @@ class TableBackend:
 
     name = "tables"
     is_batch_invariant = False
+    has_two_orders = False
 
     def __init__(self, pool: Tensor, num_heads: int, max_model_len: int) -> None:
         """The last block of the pool takes what is not to be stored."""

@@ -20,7 +20,7 @@ from baton.kernels.state_reference import StateBytes
 from baton.model.config.decoder_config import DecoderConfig
 from baton.model.layers.cuda_backend import CudaBackend
 from baton.model.layers.rotary import rope_table
-from baton.model.runner.compute_digest import is_batch_invariant
+from baton.model.runner.compute_digest import has_two_orders
 from baton.model.runner.kv_cache import KVCache
 from baton.model.runner.packing import Bucket
 from baton.model.runner.rank_plan import plan_rank
@@ -227,7 +227,7 @@ def found_of(folder: Path, *, is_whole: bool) -> dict[str, object]:
                 "errors": dict(case.errors()),
                 "keeps_bits": cpu.decoder.is_batch_invariant,
                 "differing": list(case.differing()),
-                "is_batch_invariant": is_batch_invariant(case.runner()),
+                "has_two_orders": has_two_orders(case.runner()),
             }
         return found
 

@@ -5,16 +5,18 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
+from baton.kernels.constants import STATE_CHUNK
 from baton.kernels.proofs import STATES
 from baton.model.config.decoder_config import read_decoder_config
-from baton.model.runner import rank
+from baton.model.runner import rank, rank_plan
 from baton.model.runner.device_kernels import DeviceKernels
-from baton.model.runner.rank_plan import lacking_on_gpus, plan_rank
+from baton.model.runner.rank_plan import RankPlan, lacking_on_gpus, plan_rank
 from baton.model.tensor_parallel import SingleRank
-from baton.protocol.errors import NodeError
+from baton.protocol.errors import ConfigError, NodeError
 from tests.support.compute import compute_config, no_progress
 from tests.support.foreign_checkpoints import foreign_folder
 from tests.support.module_process import said_by
@@ -75,9 +77,10 @@ def test_a_rank_computes_what_one_on_a_cpu_does_with_the_same_bits_in_any_slices
     # Of bf16: channels are rounded, and what comes of them.
     assert max(found["errors"].values()) < 2e-2, found["errors"]
     assert found["captured"] == []
-    assert not found["is_batch_invariant"]
     if not found["keeps_bits"]:
         pytest.skip("no row rule was found on this CPU")
+    # Convolutions alone compute each token apart.
+    assert found["has_two_orders"] == (kind != "lfm2")
     assert found["differing"] == []
 
 
@@ -96,6 +99,20 @@ def test_a_gpu_refuses_states_that_its_kernels_do_not_take(
     config = compute_config(folder, block_size=block_size)
     decoder = read_decoder_config(folder)
     assert reason in lacking_on_gpus(config, decoder, 1, dtype)
+
+
+@pytest.mark.parametrize("num_tokens", [1, STATE_CHUNK])
+def test_a_step_on_a_gpu_takes_more_than_a_chunk_of_a_state(monkeypatch, num_tokens):
+    monkeypatch.setattr(rank_plan, "_device", lambda *_: torch.device("cuda", 0))
+    config = compute_config(foreign_folder("lfm2", **MODELS["lfm2"]), "bfloat16")
+
+    def planned(limit: int) -> RankPlan:
+        engine = msgspec.structs.replace(config.engine, max_num_batched_tokens=limit)
+        return plan_rank(msgspec.structs.replace(config, engine=engine), 1)
+
+    assert planned(STATE_CHUNK + 1).max_num_batched_tokens == STATE_CHUNK + 1
+    with pytest.raises(ConfigError, match=r"engine\.max_num_batched_tokens"):
+        planned(num_tokens)
 
 
 def test_a_gpu_that_does_not_prove_the_kernels_refuses_the_model(monkeypatch):

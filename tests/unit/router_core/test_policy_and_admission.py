@@ -16,12 +16,13 @@ from baton.protocol.messages import (
     ANY_PREFIX_READS,
     PREFIX_READS,
     CacheChanges,
+    Decode,
     NodeFacts,
     NodeInfo,
     Role,
     StepLimits,
 )
-from baton.protocol.sampling import SamplingParams
+from baton.protocol.sampling import Sampling, SamplingParams
 from baton.router.core.admission import (
     MAX_PASSED_S,
     MAX_QUEUED_TOKENS,
@@ -38,7 +39,7 @@ from baton.router.core.registry import Registry
 from baton.router.core.request import Attempt, NodeProcess, Tenant
 from tests.support.choosing import PAIRS, choose, cluster, join, occupy, place
 from tests.support.refusals import raises
-from tests.support.scripted_nodes import BLOCK_SIZE, node_info
+from tests.support.scripted_nodes import BLOCK_SIZE, computing, node_info
 
 UNREADABLE = TransferError("no route").to_failure()
 LIMITS = Limits(100, 50, 4, prefill_blocks=20, decode_blocks=20)
@@ -561,6 +562,30 @@ def prefix_of(registry: Registry, num_tokens: int = 200) -> tuple[str | None, in
     assert selected is not None
     lender = selected.prefix_node
     return lender, selected.num_cached_tokens, selected.num_uncached_tokens
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "told"),
+    [("a", "a", ""), ("a", "b", "a"), ("", "b", ""), ("a", "", "")],
+)
+def test_decode_is_told_of_a_prompt_whose_bits_are_promised_to_be_others(
+    prefill, decode, told
+):
+    """Without a name a node promises none, and shares what it has as before."""
+    infos = [
+        computing(info, compute) if compute else info
+        for info, compute in zip(
+            (node_info("p0", "prefill"), node_info("d0", "decode")),
+            (prefill, decode),
+            strict=True,
+        )
+    ]
+    selected = CheapestPair("never", 0).choose(0.0, cluster(*infos), place("r"))
+    assert selected is not None
+    assert selected.prompt_compute == told
+    sends = selected.start_commands([1, 2, 3], [], Sampling(seed=0, max_tokens=4))
+    (message,) = (send.message for send in sends if isinstance(send.message, Decode))
+    assert message.prompt_compute == told
 
 
 def test_a_prefix_is_read_from_the_decode_node_that_takes_the_prompt_or_has_most_of_it():
