@@ -137,7 +137,7 @@ def paged_decode_attention(
             DIM=padded(head_dim),
             MAX_SPLITS=MAX_SPLITS,
             ORDERED=ordered,
-            num_warps=4,
+            num_warps=4 if head_dim <= 256 else 16,
             num_stages=1,
             enable_fp_fusion=True,
         )

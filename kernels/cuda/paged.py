@@ -30,6 +30,9 @@ from baton.kernels.reference import pool_head_dim
 SINK_FACTOR = tl.constexpr(LOG2_E)  # the softmax is in base 2
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 256)
 BLOCK_SIZES = (16, 32, 64, 128)
+# Of layers with other heads than the rest of their pool, whose blocks are in pieces.
+WIDE_HEAD_DIMS = (*HEAD_DIMS, 512)
+PIECE_SIZES = (4, 8, *BLOCK_SIZES)
 MAX_GROUP = 32
 NO_WINDOW = 1 << 30  # keys that a query sees where a model has no sliding window
 # Keys of an ordered split, which decode and prefill both sum separately.
@@ -46,8 +49,8 @@ def check_pool(q: Tensor, pool: Tensor, block_tables: Tensor) -> None:
     assert pool.stride()[3:] == (block_size * width, width, 1), (
         "a layer of a block is contiguous"
     )
-    assert block_size in BLOCK_SIZES, f"block size {block_size}"
-    assert head_dim in HEAD_DIMS, f"head size {head_dim}"
+    assert block_size in PIECE_SIZES, f"block size {block_size}"
+    assert head_dim in WIDE_HEAD_DIMS, f"head size {head_dim}"
     assert q.shape[2] == head_dim, f"queries of {q.shape[2]}, a pool of {head_dim}"
     assert q.stride()[1:] == (head_dim, 1), "the heads of a token are contiguous"
     assert pool.dtype in {q.dtype, torch.uint8}, (
@@ -330,6 +333,7 @@ DECODE: dict[Row, DecodeTiling] = {
     (BF16, 64): DecodeTiling(128, 4, 3, 3),
     (BF16, 128): DecodeTiling(64, 4, 3, 3, 168),
     (BF16, 256): DecodeTiling(32, 4, 3, 2),
+    (BF16, 512): DecodeTiling(32, 8, 2, 1),
     (FP8, 32): DecodeTiling(32, 4, 3, 3),
     (FP8, 64): DecodeTiling(32, 4, 3, 3),
     (FP8, 128): DecodeTiling(32, 4, 3, 3),
@@ -338,6 +342,7 @@ DECODE: dict[Row, DecodeTiling] = {
     (FP32, 64): DecodeTiling(32, 4, 2, 4),
     (FP32, 128): DecodeTiling(32, 4, 2, 4),
     (FP32, 256): DecodeTiling(16, 4, 2, 3),
+    (FP32, 512): DecodeTiling(16, 8, 1, 1),
 }
 # For heads up to 64, two programs share a multiprocessor: one computes products while the other
 # computes the softmax.
@@ -346,6 +351,7 @@ PREFILL: dict[Row, PrefillTiling] = {
     (BF16, 64): PrefillTiling(128, 64, 8, 3),
     (BF16, 128): PrefillTiling(128, 64, 8, 3, True),
     (BF16, 256): PrefillTiling(128, 32, 8, 3),
+    (BF16, 512): PrefillTiling(32, 32, 8, 2),
     (FP8, 32): PrefillTiling(128, 64, 8, 3),
     (FP8, 64): PrefillTiling(128, 64, 8, 3),
     (FP8, 128): PrefillTiling(128, 64, 8, 3, True),
@@ -354,6 +360,7 @@ PREFILL: dict[Row, PrefillTiling] = {
     (FP32, 64): PrefillTiling(32, 32, 16, 2),
     (FP32, 128): PrefillTiling(32, 32, 16, 2),
     (FP32, 256): PrefillTiling(16, 16, 8, 1),
+    (FP32, 512): PrefillTiling(16, 16, 8, 1),
 }
 
 # For sums in decode's order: as many keys as in decode, and in bf16 fewer than 64 queries, so that
@@ -363,6 +370,7 @@ ORDERED_PREFILL: dict[Row, PrefillTiling] = {
     (BF16, 64): PrefillTiling(32, 128, 4, 2),
     (BF16, 128): PrefillTiling(32, 64, 4, 2),
     (BF16, 256): PrefillTiling(16, 32, 4, 2),
+    (BF16, 512): PrefillTiling(16, 32, 8, 2),
     (FP8, 32): PrefillTiling(32, 32, 8, 2),
     (FP8, 64): PrefillTiling(32, 32, 8, 2),
     (FP8, 128): PrefillTiling(32, 32, 8, 2),
@@ -371,6 +379,7 @@ ORDERED_PREFILL: dict[Row, PrefillTiling] = {
     (FP32, 64): PrefillTiling(32, 32, 8, 2),
     (FP32, 128): PrefillTiling(64, 32, 16, 2),
     (FP32, 256): PrefillTiling(32, 16, 8, 2),
+    (FP32, 512): PrefillTiling(16, 16, 16, 1),
 }
 
 
@@ -384,6 +393,7 @@ WARPS = Tilings(
         (BF16, 64): DecodeTiling(128, 4, 2, 2),
         (BF16, 128): DecodeTiling(64, 4, 2, 2),
         (BF16, 256): DecodeTiling(32, 4, 2, 2),
+        (BF16, 512): DecodeTiling(32, 8, 1, 1),
         (FP8, 32): DecodeTiling(32, 4, 2, 2),
         (FP8, 64): DecodeTiling(32, 4, 2, 2),
         (FP8, 128): DecodeTiling(32, 4, 2, 2),
@@ -392,11 +402,13 @@ WARPS = Tilings(
         (FP32, 64): DecodeTiling(16, 4, 2, 4),
         (FP32, 128): DecodeTiling(16, 4, 2, 2),
         (FP32, 256): DecodeTiling(16, 8, 2, 1),
+        (FP32, 512): DecodeTiling(16, 8, 1, 1),
     },
     PREFILL
     | {
         (BF16, 128): PrefillTiling(128, 32, 8, 3),
         (BF16, 256): PrefillTiling(64, 32, 8, 2),
+        (BF16, 512): PrefillTiling(32, 32, 8, 1),
         (FP8, 128): PrefillTiling(128, 16, 8, 3),
         (FP8, 256): PrefillTiling(16, 32, 8, 2),
     },

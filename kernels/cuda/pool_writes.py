@@ -19,8 +19,8 @@ from baton.kernels.reference import pool_head_dim
 
 def rope_and_store(
     q: Tensor,  # [num_tokens, num_heads, head_dim]
-    k: Tensor,  # [num_tokens, kv_heads, head_dim]
-    v: Tensor,  # [num_tokens, kv_heads, head_dim]
+    k: Tensor | None,  # [num_tokens, kv_heads, head_dim]
+    v: Tensor | None,  # [num_tokens, kv_heads, head_dim]
     positions: Tensor,  # [num_tokens]
     cos_sin: Tensor,  # [max_position, head_dim]: the cosines, then the sines
     pool: Tensor,  # [num_blocks, kv_heads, num_layers, 2, block_size, head_dim]
@@ -32,26 +32,32 @@ def rope_and_store(
 ) -> Tensor:
     """Rotate queries and keys, store keys and values, return the queries, contiguous.
 
-    `q`, `k` and `v` may be slices of one packed projection; they are not changed.
+    `q`, `k` and `v` may be slices of one packed projection; they are not changed. Without keys and
+    values, nothing is stored.
     """
     num_tokens, num_heads, head_dim = q.shape
     _, kv_heads, _, _, block_size, width = pool.shape
-    assert k.shape == v.shape == (num_tokens, kv_heads, head_dim), (
-        k.shape,
-        v.shape,
-        pool.shape,
-    )
+    parts = 2  # of programs: for queries, and for what is stored
+    if k is None or v is None:
+        parts = 1
+        k = v = q
+    else:
+        assert k.shape == v.shape == (num_tokens, kv_heads, head_dim), (
+            k.shape,
+            v.shape,
+            pool.shape,
+        )
     assert q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == (head_dim, 1), (
         "packed heads"
     )
-    assert pool_head_dim(pool) == head_dim, (k.shape, pool.shape, pool.dtype)
+    assert pool_head_dim(pool) == head_dim, (q.shape, pool.shape, pool.dtype)
     assert pool.stride()[3:] == (block_size * width, width, 1), (
         "a layer of a block is contiguous"
     )
     assert cos_sin.is_contiguous()
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     rows = max(triton.next_power_of_2(num_heads), triton.next_power_of_2(kv_heads))
-    _rope_store_kernel[(num_tokens, 2)](
+    _rope_store_kernel[(num_tokens, parts)](
         q,
         k,
         v,

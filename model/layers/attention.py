@@ -61,6 +61,11 @@ def within(chunks: Sequence[Chunk], size: int, block_size: int) -> list[Chunk]:
     return parts
 
 
+def most_parts(num_tokens: int, size: int) -> int:
+    """Return in how many chunks of `size` tokens so many of a sequence may lie."""
+    return 1 + -(-(num_tokens - 1) // size)
+
+
 @dataclass(slots=True, frozen=True)
 class Tables:
     """The sequences of a batch as kernels read them on the device.

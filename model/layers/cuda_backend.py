@@ -22,7 +22,14 @@ from baton.kernels.cuda.latent_attention import (
     latent_prefill_attention,
     turn_and_store,
 )
-from baton.kernels.cuda.paged import BLOCK_SIZES, HEAD_DIMS, LEAST_CAPABILITY, MAX_GROUP
+from baton.kernels.cuda.paged import (
+    BLOCK_SIZES,
+    HEAD_DIMS,
+    LEAST_CAPABILITY,
+    MAX_GROUP,
+    PIECE_SIZES,
+    WIDE_HEAD_DIMS,
+)
 from baton.kernels.cuda.pool_writes import rope_and_store
 from baton.kernels.cuda.prefill_attention import paged_prefill_attention
 from baton.kernels.cuda.rows import add_rms_norm, gate_mul
@@ -37,8 +44,10 @@ from baton.model.layers.attention import (
     IndexPool,
     Scoring,
     Tables,
+    WideHeads,
     pool_suffix,
 )
+from baton.model.layers.device_views import View, tables_of_pieces, tables_within
 from baton.model.layers.hopper_attention import HopperAttention
 
 
@@ -55,16 +64,16 @@ class CudaBackend:
         is_ordered: bool = False,
         index: IndexPool | None = None,
         states: StateLayout | None = None,
+        wide: WideHeads | None = None,
         proven: frozenset[str] = frozenset(),
     ) -> None:
         """`is_ordered` merges keys in one order, so a row's bits do not depend on the batch.
 
         `proven` names the candidates of `kernels/proofs.py` that may compute this model.
         """
-        self._hopper: HopperAttention | None = None
+        self._uses_hopper = (ONE_ORDER if is_ordered else PREFILL) in proven
         kind = "triton-ordered" if is_ordered else "triton"
-        if (ONE_ORDER if is_ordered else PREFILL) in proven:
-            self._hopper = HopperAttention(pool, has_one_order=is_ordered)
+        if self._uses_hopper:
             kind = "hopper-ordered" if is_ordered else "triton-hopper"
         self.name = kind + pool_suffix(pool)
         self._is_ordered = is_ordered
@@ -73,11 +82,12 @@ class CudaBackend:
         self.has_two_orders = states is not None and states.shape.has_matrices
         # [num_blocks, kv_heads, num_layers, 2 or 1, block_size, head_dim].
         self.pool = pool
+        self._wide = wide
+        self._wide_pool = None if wide is None else wide.view(pool)
         self.num_heads = num_heads
-        self.kv_heads, self.block_size = pool.shape[1], pool.shape[4]
-        self.head_dim = reference.pool_head_dim(pool)
+        self.block_size = pool.shape[4]
         self.eps = eps
-        self.scoring = Scoring(self.head_dim**-0.5)
+        self.scoring = Scoring(reference.pool_head_dim(pool) ** -0.5)
         self.table_blocks = -(-len(tables[0]) // self.block_size)
         self.keys = PLAIN_KEYS
         self._index = index
@@ -89,8 +99,7 @@ class CudaBackend:
         self._positions = batch.positions
         self._slots = batch.slots
         self._tables = batch.tables
-        if self._hopper is not None:
-            self._hopper.begin(batch.tables)
+        self._views: dict[tuple[int, bool], View] = {}
         if self._index is not None:
             self._sequences = _sequences(batch.tables, batch.num_tokens)
             # A token of padding is not stored, and sees nothing.
@@ -104,33 +113,56 @@ class CudaBackend:
         head_norms: Tensor | None,
         rows: Tensor | None = None,
     ) -> Tensor:
-        q = self._stored(layer, qkv.view(len(qkv), -1, self.head_dim), head_norms)
+        view = self._view()
+        q = self._stored(layer, qkv, head_norms, view)
         if self._index is not None:
             return self._attend_chosen(q, layer, self._index.num_chosen, rows)
         parts: list[Tensor] = []
-        decoding = self._tables.num_decoding
+        decoding = view.tables.num_decoding
         if decoding:
-            parts.append(self._decode(q[:decoding], layer))
-        if decoding < len(self._tables.blocks):
-            parts.append(self._prefill(q[decoding:], layer))
+            parts.append(self._decode(q[:decoding], layer, view))
+        if decoding < len(view.tables.blocks):
+            parts.append(self._prefill(q[decoding:], layer, view))
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out.flatten(1) if rows is None else out[rows].flatten(1)
 
-    def _decode(self, q: Tensor, layer: int) -> Tensor:
+    def _view(self) -> View:
+        """Return what the queries of a layer with such `keys` see in this step."""
+        size, are_wide = which = self.keys.chunk_size, self.keys.are_wide
+        if which not in self._views:
+            pool = self.pool
+            tables = self._tables
+            slots = self._slots
+            if size:
+                tables = tables_within(tables, size, self.block_size, len(slots))
+            if are_wide:
+                assert self._wide is not None, "the layers are said to be wide"
+                assert self._wide_pool is not None, "the layers are said to be wide"
+                tables = tables_of_pieces(self._wide, pool, tables)
+                slots = self._wide.slots(pool, slots)
+                pool = self._wide_pool
+            view = self._views[which] = View(pool, tables, slots)
+            if self._uses_hopper and not are_wide:
+                view.hopper = HopperAttention(
+                    pool, tables, has_one_order=self._is_ordered
+                )
+        return self._views[which]
+
+    def _decode(self, q: Tensor, layer: int, view: View) -> Tensor:
         """Return the attention of the sequences that decode one token each."""
-        if self._hopper is not None and self._hopper.has_one_order:
-            return self._hopper.decode(q, layer, self.scoring)
-        blocks = self._tables.blocks[: len(q)]
-        lens = self._tables.context_lens[: len(q)]
-        if self.pool.shape[3] == 1:
+        if view.hopper is not None and view.hopper.has_one_order:
+            return view.hopper.decode(q, layer, self.scoring)
+        blocks = view.tables.blocks[: len(q)]
+        lens = view.tables.context_lens[: len(q)]
+        if view.pool.shape[3] == 1:
             rotated = self._angles[0].shape[1]
             scale = self.scoring.scale
             return latent_decode_attention(
-                q, self.pool, layer, blocks, lens, scale, rotated
+                q, view.pool, layer, blocks, lens, scale, rotated
             )
         return paged_decode_attention(
             q,
-            self.pool,
+            view.pool,
             layer,
             blocks,
             lens,
@@ -138,22 +170,22 @@ class CudaBackend:
             ordered=self._is_ordered,
         )
 
-    def _prefill(self, q: Tensor, layer: int) -> Tensor:
+    def _prefill(self, q: Tensor, layer: int, view: View) -> Tensor:
         """Return the attention of the sequences from the first longer slice on."""
-        if self._hopper is not None:
-            return self._hopper.prefill(q, layer, self.scoring)
-        tables = self._tables
+        if view.hopper is not None:
+            return view.hopper.prefill(q, layer, self.scoring)
+        tables = view.tables
         blocks = tables.blocks[tables.num_decoding :]
         lens = tables.context_lens[tables.num_decoding :]
-        if self.pool.shape[3] == 1:
+        if view.pool.shape[3] == 1:
             rotated = self._angles[0].shape[1]
             scale = self.scoring.scale
             return latent_prefill_attention(
-                q, self.pool, layer, blocks, tables.query_starts, lens, scale, rotated
+                q, view.pool, layer, blocks, tables.query_starts, lens, scale, rotated
             )
         return paged_prefill_attention(
             q,
-            self.pool,
+            view.pool,
             layer,
             blocks,
             tables.query_starts,
@@ -162,20 +194,21 @@ class CudaBackend:
             ordered=self._is_ordered,
         )
 
-    def _stored(self, layer: int, qkv: Tensor, head_norms: Tensor | None) -> Tensor:
+    def _stored(
+        self, layer: int, qkv: Tensor, head_norms: Tensor | None, view: View
+    ) -> Tensor:
         """Store keys and values, and return the rotated queries."""
+        pool = view.pool
         angles = self._angles[self.keys.rotation]
-        heads = self.num_heads
-        kv_heads = self.kv_heads
-        if self.pool.shape[3] == 1:
-            return turn_and_store(
-                qkv, self._positions, angles, self.pool, layer, self._slots
-            )
-        q = qkv[:, :heads]
-        k = qkv[:, heads : heads + kv_heads]
-        v = qkv[:, heads + kv_heads :]
+        own = qkv.view(len(qkv), -1, reference.pool_head_dim(pool))
+        if pool.shape[3] == 1:
+            return turn_and_store(own, self._positions, angles, pool, layer, view.slots)
+        q = own[:, : self.num_heads]
+        k = v = None
+        if self.keys.are_stored:
+            k, v = own[:, self.num_heads :].chunk(2, dim=1)
         q_norm, k_norm = (
-            (None, None) if head_norms is None else (head_norms[0], head_norms[heads])
+            (None, None) if head_norms is None else (head_norms[0], head_norms[-1])
         )
         return rope_and_store(
             q,
@@ -183,9 +216,9 @@ class CudaBackend:
             v,
             self._positions,
             angles,
-            self.pool,
+            pool,
             layer,
-            self._slots,
+            view.slots,
             q_norm,
             k_norm,
             self.eps,
@@ -287,6 +320,29 @@ def missing_for_index(num_heads: int, head_dim: int) -> str:
         f"an index of {num_heads} heads of {head_dim} has no CUDA kernel (index_n_heads and "
         f"index_head_dim may be up to {MAX_HEADS} and {MAX_HEAD_DIM})"
     )
+
+
+def missing_for_wide(
+    wide: WideHeads, pool_shape: tuple[int, ...], num_heads: int
+) -> str:
+    """Return why the kernels cannot serve the wide heads of a model; empty if they can."""
+    if wide.head_dim not in WIDE_HEAD_DIMS:
+        sizes = _listed(WIDE_HEAD_DIMS)
+        return (
+            f"heads of {wide.head_dim} have no CUDA kernel (those of {sizes} have one)"
+        )
+    block_size = pool_shape[4]
+    pieces = pool_shape[1] // wide.kv_heads
+    if block_size // pieces not in PIECE_SIZES:
+        return (
+            f"cache.block_size: pieces of {block_size // pieces} tokens have no CUDA kernel; raise "
+            f"it, because a block of wide heads has {pieces} pieces"
+        )
+    if (group := num_heads // wide.kv_heads) > MAX_GROUP:
+        return (
+            f"{group} query heads share a KV head; CUDA kernels take up to {MAX_GROUP}"
+        )
+    return ""
 
 
 def missing_for(

@@ -1,4 +1,4 @@
-"""Attention by the kernels for Hopper over one pool, with plans that all layers of a step share.
+"""Attention by the kernels for Hopper in one step, with plans that its layers share.
 
 Plans are made on the device at a step's first layer that needs them. A captured step holds what
 makes them, too, and so plans anew for the lengths with which it is replayed.
@@ -16,13 +16,10 @@ from baton.model.layers.attention import Scoring, Tables
 
 
 class HopperAttention:
-    def __init__(self, pool: Tensor, *, has_one_order: bool) -> None:
-        """With one order of sums, prefill and decode give a token the same bits."""
+    def __init__(self, pool: Tensor, tables: Tables, *, has_one_order: bool) -> None:
+        """Serve one step. With one order, prefill and decode give a token the same bits."""
         self._pool = pool
         self.has_one_order = has_one_order
-
-    def begin(self, tables: Tables) -> None:
-        """Forget the plans of the last step."""
         decoding = tables.num_decoding
         self._starts = tables.query_starts
         self._decode_tables = tables.blocks[:decoding]

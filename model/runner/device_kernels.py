@@ -126,13 +126,19 @@ def shapes_of(
     hidden = decoder.hidden_size
     width = decoder.intermediate_size // num_ranks
     rows = (num_heads + 2 * kv_heads) * decoder.head_dim
-    linears = (
+    linears: tuple[tuple[int, int], ...] = (
         (rows, hidden),
         (hidden, num_heads * decoder.head_dim),
         (2 * width, hidden),
         (hidden, width),
         (decoder.vocab_size // num_ranks, hidden),
     )
+    if (kinds := decoder.kinds) is not None:  # of the layers with wide heads
+        rows = num_heads + 2 * kinds.kv_heads // num_ranks
+        linears += (
+            (rows * kinds.head_dim, hidden),
+            (hidden, num_heads * kinds.head_dim),
+        )
     windows = {decoder.window_of(layer) for layer in range(decoder.num_layers)}
     narrow, narrow_group = narrow_codes(decoder)
     dtype, pool_dtype = (str(one).removeprefix("torch.") for one in dtypes)

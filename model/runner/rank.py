@@ -355,6 +355,7 @@ def _on_gpu(
             is_ordered=kernels.is_ordered,
             index=_index_pool(plan, cache),
             states=states,
+            wide=wide_heads(plan.decoder, ranks.size),
             proven=kernels.proven,
         )
         vocab = plan.decoder.vocab_size

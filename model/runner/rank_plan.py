@@ -25,6 +25,7 @@ from baton.model.config.transformers_config import (
     check_for_transformers,
     runs_in_transformers,
 )
+from baton.model.layers.attention import most_parts
 from baton.model.loading.adapters import (
     NO_SPACE,
     LoraSpace,
@@ -39,6 +40,7 @@ from baton.model.runner.kv_cache import (
     num_blocks_for,
     pool_shape,
     states_of,
+    wide_heads,
 )
 from baton.model.runner.runner import MAX_SEQUENCES
 from baton.protocol.config import ClusterConfig, EngineConfig, ModelConfig
@@ -96,10 +98,16 @@ def plan_rank(config: ClusterConfig, num_ranks: int) -> RankPlan:
     layout = kv_layout(decoder, config.cache, num_ranks, pool_dtype)
     device = _device(config, decoder, num_ranks, dtype)
     max_num_batched_tokens, max_num_seqs = STEP_LIMITS[device.type]
-    if device.type == "cuda" and config.engine.max_num_seqs > MAX_SEQUENCES:
-        raise ConfigError(
-            f"engine.max_num_seqs: a GPU takes at most {MAX_SEQUENCES} in one step"
-        )
+    max_num_batched_tokens = (
+        config.engine.max_num_batched_tokens or max_num_batched_tokens
+    )
+    max_num_seqs = config.engine.max_num_seqs or max_num_seqs
+    if device.type == "cuda":
+        most = _most_sequences(decoder, max_num_batched_tokens)
+        if max_num_seqs > most:
+            raise ConfigError(
+                f"engine.max_num_seqs: a GPU takes at most {most} in one step"
+            )
     if layout.state_blocks and device.type == "cuda":
         _check_step(config.engine)
     own = decoder if isinstance(decoder, DecoderConfig) else None
@@ -112,9 +120,8 @@ def plan_rank(config: ClusterConfig, num_ranks: int) -> RankPlan:
         max_model_len=config.model.max_model_len or limit,
         layout=layout,
         num_blocks=0,
-        max_num_batched_tokens=config.engine.max_num_batched_tokens
-        or max_num_batched_tokens,
-        max_num_seqs=config.engine.max_num_seqs or max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
         adapters=read_adapters(config.model.lora_modules, own),
         lora_space=_lora_space(config.model, own),
         tasks=found.tasks,
@@ -142,6 +149,14 @@ def _check_blocks(decoder: DecoderConfig, block_size: int) -> None:
             f"cache.block_size: {block_size} must divide attention_chunk_size, which is "
             f"{chunks.size}"
         )
+
+
+def _most_sequences(decoder: AnyConfig, num_tokens: int) -> int:
+    """Return how many sequences the kernels take in a step of so many tokens."""
+    chunks = decoder.chunks if isinstance(decoder, DecoderConfig) else None
+    if chunks is None or not chunks.layers:
+        return MAX_SEQUENCES
+    return MAX_SEQUENCES // most_parts(num_tokens, chunks.size)
 
 
 def _check_step(engine: EngineConfig) -> None:
@@ -247,13 +262,13 @@ def lacking_on_gpus(
         return f"{need}, but this node sees {num_seen}"
     if isinstance(decoder, DecoderConfig) and decoder.has_draft_head:
         return f"{METHOD}: only CPUs draft with a part of the model yet; use ngram"
-    if isinstance(decoder, DecoderConfig) and decoder.kinds is not None:
-        return f"layers of {decoder.family} with heads of several sizes have no CUDA kernel yet"
-    if isinstance(decoder, DecoderConfig) and decoder.chunks is not None:
-        return f"layers of {decoder.family} that attend within chunks have no CUDA kernel yet"
     # Triton exists on Linux only and is slow to import: only a rank on a GPU needs it.
     from baton.kernels.cuda.states.functions import missing_for as missing_for_states
-    from baton.model.layers.cuda_backend import missing_for, missing_for_index
+    from baton.model.layers.cuda_backend import (
+        missing_for,
+        missing_for_index,
+        missing_for_wide,
+    )
 
     states = states_of(decoder, config.cache, num_ranks, dtype)
     if states is not None:
@@ -267,8 +282,10 @@ def lacking_on_gpus(
         if missing := missing_for_index(index.num_heads, index.head_dim):
             return missing
     shape = pool_shape(decoder, config.cache, num_ranks, 1, torch.bfloat16)
+    wide = wide_heads(decoder, num_ranks)
+    num_heads = local_heads(decoder, num_ranks)[0]
+    if wide is not None and (missing := missing_for_wide(wide, shape, num_heads)):
+        return missing
     rotary_dim = decoder.rotary_dim if isinstance(decoder, DecoderConfig) else 0
     capability = torch.cuda.get_device_capability(0)
-    return missing_for(
-        shape, local_heads(decoder, num_ranks)[0], rotary_dim, capability
-    )
+    return missing_for(shape, num_heads, rotary_dim, capability)

@@ -16,6 +16,7 @@ from baton.model.layers.attention import Batch, IndexPool
 from baton.model.layers.cuda_backend import CudaBackend
 from baton.model.layers.rotary import rope_table
 from baton.model.runner.cuda_start import warm_up
+from baton.model.runner.kv_cache import wide_heads
 from baton.model.runner.rank_plan import plan_rank
 from baton.model.runner.runner import Runner
 from baton.model.runner.step_queue import HostQueue
@@ -45,8 +46,14 @@ def beside_the_cpu(folder: Path) -> dict[str, object]:
         pool = torch.zeros_like(cpu.cache.pool)
         NotingBackend.noted.clear()
         index = index_over(decoder, cpu.cache.index_keys)
+        wide = wide_heads(decoder, 1)
         backend = NotingBackend(
-            pool, decoder.num_heads, tables, decoder.rms_norm_eps, index=index
+            pool,
+            decoder.num_heads,
+            tables,
+            decoder.rms_norm_eps,
+            index=index,
+            wide=wide,
         )
         cache = type(cpu.cache)(pool, cpu.cache.generations.copy())
         cuda = Runner(cpu.decoder, backend, cache, cpu.sampler, HostQueue(), monotonic)
@@ -71,6 +78,7 @@ def beside_the_cpu(folder: Path) -> dict[str, object]:
             decoder.rms_norm_eps,
             is_ordered=True,
             index=index_over(decoder, cpu.cache.index_keys),
+            wide=wide,
         )
         cache = type(cpu.cache)(ordered.pool, cpu.cache.generations.copy())
         in_order = Runner(

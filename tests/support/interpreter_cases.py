@@ -121,6 +121,12 @@ def interpreter_cases() -> dict[str, Callable[[], str]]:
         "prefill ahead, caps and sinks": lambda: check_prefill(
             _with(prefill, dtype=bf16, head_dim=112, **caps), "cpu"
         ),
+        "pieces of blocks": lambda: check_prefill(
+            _with(cut, dtype=bf16, head_dim=512, block_size=4), "cpu"
+        ),
+        "pieces of blocks, ordered": lambda: check_decode_as_prefill(
+            _with(one, dtype=bf16, head_dim=512, block_size=8, queries=(20,)), "cpu", 9
+        ),
         "tiles for warps": lambda: check_on_warps(
             _with(one, dtype=bf16, head_dim=256, queries=(20,)), "cpu"
         ),

@@ -26,7 +26,7 @@ from baton.kernels.proofs import ONE_ORDER, PREFILL
 from baton.kernels.state_layout import StateShape, state_layout
 from baton.model.config.latent_config import LatentConfig
 from baton.model.config.rope_config import Rope
-from baton.model.layers.attention import IndexPool
+from baton.model.layers.attention import IndexPool, Keys, WideHeads
 from baton.model.layers.cuda_backend import CudaBackend
 from baton.model.layers.decoder import Decoder
 from baton.model.layers.key_index import KeyIndex
@@ -55,6 +55,9 @@ INDEX_HEADS = 64
 INDEX_DIM = 128
 NUM_CHOSEN = 2048
 STATE = StateShape(2, 8, 4, 128, 128, 2048, 4)
+# As Gemma 4's, beside 8 KV heads of 128.
+WIDE = WideHeads(kv_heads=2, head_dim=512, num_layers=1, num_before=1)
+CHUNK_SIZE = 64
 NUM_BLOCKS = 48
 BLOCK_SIZE = 16
 MAX_LEN = 4096
@@ -89,13 +92,15 @@ class Variants:
 
 def runner(
     queue: RecordingQueue,
+    kind: str,
     *,
     is_ordered: bool,
-    is_latent: bool,
-    is_sparse: bool,
-    has_states: bool = False,
     proven: frozenset[str] = frozenset(),
 ) -> Runner:
+    """Build a rank of a `kind`: dense, latent, sparse, states or kinds."""
+    is_latent = kind in {"latent", "sparse"}
+    is_sparse = kind == "sparse"
+    has_states = kind == "states"
     dtype = torch.bfloat16
     device = queue.device
     stored = (SHAPE.num_kv_heads, SHAPE.num_layers, 2, BLOCK_SIZE, SHAPE.head_dim)
@@ -118,11 +123,12 @@ def runner(
     backend = CudaBackend(
         cache.pool,
         SHAPE.num_heads,
-        [table],
+        [table, rope_table(Rope(1e6), WIDE.head_dim, MAX_LEN)],
         1e-6,
         is_ordered=is_ordered,
         index=index,
         states=states,
+        wide=WIDE if kind == "kinds" else None,
         proven=proven,
     )
     decoder = random_decoder(SHAPE, dtype, device)
@@ -132,6 +138,8 @@ def runner(
         decoder = with_latent_attention(decoder, device, is_sparse=is_sparse)
     if has_states:
         decoder = with_a_state(decoder, device)
+    if kind == "kinds":
+        decoder = with_kinds(decoder, device)
     decoder = with_experts(decoder, grouped_product, 16)
     counts = DeviceCounts(MAX_SEQS, SHAPE.vocab_size, device, penalize_counted)
     sampler = Sampler((2,), sample_tokens, counts=counts)
@@ -219,6 +227,27 @@ def with_a_state(decoder: Decoder, device: torch.device) -> Decoder:
     return replace(decoder, layers=(first, *others))
 
 
+def with_kinds(decoder: Decoder, device: torch.device) -> Decoder:
+    """The first layer attends within chunks, and the second has wide heads."""
+
+    def linear(*size: int) -> Linear:
+        return Linear(torch.empty(size, dtype=torch.bfloat16, device=device))
+
+    first, second = decoder.layers
+    heads = SHAPE.num_heads + 2 * WIDE.kv_heads
+    wide = replace(
+        second,
+        number=0,
+        qkv=linear(heads * WIDE.head_dim, SHAPE.hidden_size),
+        output=linear(SHAPE.hidden_size, SHAPE.num_heads * WIDE.head_dim),
+        head_norms=None,
+        keys=Keys(rotation=1, are_wide=True),
+    )
+    return replace(
+        decoder, layers=(replace(first, keys=Keys(chunk_size=CHUNK_SIZE)), wide)
+    )
+
+
 def batch(luck: random.Random, step: int, state_blocks: int) -> StepPlan:
     """Return a step of sequences that decode, prompts at any place, or both."""
     num_decoding = luck.choice((0, 1, 1, 2, 5, 16, 33, MAX_SEQS))
@@ -259,11 +288,9 @@ def batch(luck: random.Random, step: int, state_blocks: int) -> StepPlan:
 
 
 def steps_of(
+    kind: str = "dense",
     *,
     is_ordered: bool = False,
-    is_latent: bool = False,
-    is_sparse: bool = False,
-    has_states: bool = False,
     with_graphs: bool = False,
     proven: frozenset[str] = frozenset(),
 ) -> dict[str, object]:
@@ -271,14 +298,7 @@ def steps_of(
     variants = Variants()
     triton.knobs.runtime.jit_cache_hook = variants.note
     queue = RecordingQueue("meta")
-    rank = runner(
-        queue,
-        is_ordered=is_ordered,
-        is_latent=is_latent,
-        is_sparse=is_sparse,
-        has_states=has_states,
-        proven=proven,
-    )
+    rank = runner(queue, kind, is_ordered=is_ordered, proven=proven)
     states = rank.cache.states
     state_blocks = 0 if states is None else states.num_blocks
     prepare(rank, buckets_up_to(MAX_SEQS, 512) if with_graphs else (), lambda *_: None)
@@ -314,15 +334,17 @@ def main() -> None:
         # A capture would compile what it takes, so only without graphs has the warm-up to be whole.
         "eager": steps_of(),
         "ordered": steps_of(is_ordered=True),
-        "latent": steps_of(is_latent=True),
-        "sparse": steps_of(is_latent=True, is_sparse=True),
-        "states": steps_of(has_states=True),
+        "latent": steps_of("latent"),
+        "sparse": steps_of("sparse"),
+        "states": steps_of("states"),
+        "kinds": steps_of("kinds"),
         "hopper": steps_of(proven=HOPPER),
         "hopper ordered": steps_of(is_ordered=True, proven=HOPPER),
         "graphs": steps_of(with_graphs=True),
-        "latent graphs": steps_of(is_latent=True, with_graphs=True),
-        "states graphs": steps_of(has_states=True, with_graphs=True),
-        "sparse graphs": steps_of(is_latent=True, is_sparse=True, with_graphs=True),
+        "kinds graphs": steps_of("kinds", with_graphs=True),
+        "latent graphs": steps_of("latent", with_graphs=True),
+        "states graphs": steps_of("states", with_graphs=True),
+        "sparse graphs": steps_of("sparse", with_graphs=True),
     }
     print(json.dumps(said))
 

@@ -21,9 +21,11 @@ STEP_KERNELS = {
     "_gate_mul_kernel",
     "_grouped_product_kernel",
     "_add_experts_kernel",
-    "_scan_kernel",
-    "_weigh_kernel",
-    "_choose_kernel",
+    "scan_kernel",
+    "weigh_kernel",
+    "choose_kernel",
+    "gather_kernel",
+    "sweep_kernel",
     "_penalize_kernel",
 }
 DENSE_KERNELS = {
@@ -61,8 +63,23 @@ STATE_KERNELS = {
     "_state_tails_kernel",
     "_state_norm_kernel",
 }
-EAGER = ("eager", "ordered", "latent", "sparse", "states", "hopper", "hopper ordered")
-GRAPHS = ("graphs", "latent graphs", "states graphs", "sparse graphs")
+EAGER = (
+    "eager",
+    "ordered",
+    "latent",
+    "sparse",
+    "states",
+    "kinds",
+    "hopper",
+    "hopper ordered",
+)
+GRAPHS = (
+    "graphs",
+    "latent graphs",
+    "states graphs",
+    "sparse graphs",
+    "kinds graphs",
+)
 
 _WINDOW = {
     "head_dim": 32,
@@ -79,6 +96,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", _WINDOW),
     "gemma3_text": ("gemma3_text", _WINDOW),
     "gpt_oss": ("gpt_oss", _WINDOW),
+    # Chunks of two blocks, and heads of which two share blocks of the others.
+    "llama4_text": ("llama4_text", {"num_hidden_layers": 5, "head_dim": 32}),
+    "gemma4_text": (
+        "gemma4_text",
+        {"num_hidden_layers": 7, "head_dim": 32, "global_head_dim": 64},
+    ),
 }
 # Far more than it takes on a machine that others use.
 pytestmark = pytest.mark.timeout(300)
@@ -98,7 +121,7 @@ def model_of(name: str) -> Path:
         return model_folder("qwen3", **shape, **heads)  # type: ignore[arg-type]
     kind, fields = MODELS[name]
     with warnings.catch_warnings(action="ignore"):
-        return foreign_folder(kind, num_hidden_layers=2, **fields)
+        return foreign_folder(kind, **{"num_hidden_layers": 2, **fields})
 
 
 @pytest.fixture(
@@ -110,7 +133,14 @@ def found(request):
     # Between them, the quick ones have a window, experts, latent rows and an index.
     names = ("dense", "sparse")
     if request.param == "others":
-        names = ("latent", "gpt_oss", "gemma2", "gemma3_text")
+        names = (
+            "latent",
+            "gpt_oss",
+            "gemma2",
+            "gemma3_text",
+            "llama4_text",
+            "gemma4_text",
+        )
     *_, line = said_by(
         "tests.support.interpret_models",
         *(str(model_of(name)) for name in names),
@@ -183,6 +213,11 @@ def test_warm_up_compiles_every_variant_that_random_batches_take(launched):
     sparse = launched["sparse"]
     assert sparse["added"] == []
     assert set(sparse["warm_up"]) == STEP_KERNELS - DENSE_KERNELS | SPARSE_KERNELS
+    kinds = launched["kinds"]
+    assert kinds["added"] == []
+    # Each kind of layers has its own; a chunk is not long enough to be split.
+    several = {name for name, count in kinds["warm_up"].items() if count == 2}
+    assert several > DENSE_KERNELS - {"_combine_kernel"}
     states = launched["states"]
     assert states["added"] == []
     assert set(states["warm_up"]) == STEP_KERNELS | STATE_KERNELS

@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.model.config.decoder_config import read_decoder_config
+from baton.model.runner import rank_plan
 from baton.model.runner.rank_plan import lacking_on_gpus, plan_rank
 from baton.protocol.errors import ConfigError
 from baton.runtime.fields import with_values
@@ -27,12 +28,39 @@ def test_tokens_are_those_that_transformers_generates(kind):
     assert count_ties(expected, tokens) == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_gpus_refuse_what_their_kernels_lack(kind):
-    config = compute_config(foreign_folder(kind))
-    decoder = read_decoder_config(foreign_folder(kind))
-    reason = lacking_on_gpus(config, decoder, 1, torch.bfloat16)
-    assert reason.endswith("have no CUDA kernel yet")
+@pytest.mark.parametrize(
+    ("fields", "block_size", "text"),
+    [
+        ({"global_head_dim": 1024}, 16, "heads of 1024 have no CUDA kernel"),
+        ({"global_head_dim": 512}, 4, "cache.block_size: pieces of 2 tokens"),
+        (
+            {"num_attention_heads": 132, "num_global_key_value_heads": 2},
+            16,
+            "66 query heads share a KV head",
+        ),
+    ],
+)
+def test_gpus_refuse_wide_heads_that_their_kernels_lack(fields, block_size, text):
+    folder = foreign_folder("gemma4_text", **fields)
+    config = compute_config(folder, block_size=block_size)
+    reason = lacking_on_gpus(config, read_decoder_config(folder), 1, torch.bfloat16)
+    assert reason.startswith(text)
+
+
+@pytest.mark.parametrize(("num_tokens", "most"), [(33, 512), (64, 341), (512, 60)])
+def test_a_gpu_takes_as_many_sequences_as_have_tables_of_their_chunks(
+    num_tokens, most, monkeypatch
+):
+    """Tokens of a sequence that lie in three chunks of 32 are three sequences to the kernels."""
+    monkeypatch.setattr(rank_plan, "_device", lambda *_: torch.device("cuda", 0))
+    config = with_values(
+        compute_config(foreign_folder("llama4_text"), num_blocks=8),
+        {"engine.max_num_batched_tokens": num_tokens, "engine.max_num_seqs": most},
+    )
+    assert plan_rank(config, 1).max_num_seqs == most
+    config = with_values(config, {"engine.max_num_seqs": most + 1})
+    with pytest.raises(ConfigError, match=r"engine\.max_num_seqs"):
+        plan_rank(config, 1)
 
 
 def test_chunks_must_begin_with_a_block():
