@@ -1,8 +1,9 @@
 """Find which kernels may be used on this GPU: those that are proven in a process with a deadline.
 
 A wrong kernel would cost tokens, and one that hangs or breaks its context would cost the node. So
-each candidate is tried in another process, and costs at most the speed that it would have given.
-What was proven on a GPU, with a driver, compilers and the kernels' sources, stays proven.
+each candidate is tried in a process of its own, all at once, and costs at most the speed that it
+would have given. What was proven on a GPU, with a driver, compilers and the kernels' sources, stays
+proven.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import select
 from collections.abc import Iterator
 from pathlib import Path
 from time import monotonic
+from typing import BinaryIO
 
 import msgspec
 
@@ -46,13 +48,10 @@ def proofs_of(
         for candidate in request.candidates
     }
     proofs = {name: Proof(name) for name, file in files.items() if _is_kept(file)}
-    total = len(files)
-    while len(proofs) < total:
-        progress("proofs", len(proofs), total)
-        left = tuple(c for c in request.candidates if c.name not in proofs)
+    left = tuple(c for c in request.candidates if c.name not in proofs)
+    if left:
         rest = msgspec.structs.replace(request, candidates=left)
-        for proof in _run(rest, progress, limit_s):
-            proofs[proof.name] = proof
+        proofs |= {proof.name: proof for proof in _run(rest, progress, limit_s)}
     for name, proof in proofs.items():
         if proof.problem:
             log.warning(
@@ -66,57 +65,70 @@ def proofs_of(
 
 
 def _run(request: ProofRequest, progress: Progress, limit_s: float) -> Iterator[Proof]:
-    """Yield what one process proves, and a failure for the candidate at which it ends early."""
-    left = list(request.candidates)
-    for line in _lines(request, progress, limit_s):
-        if isinstance(line, str):
-            yield Proof(left[0].name, line)
-            return
-        if any(text in line.problem for text in ONE_PROCESS):
-            yield from (prove(request, candidate) for candidate in left)
-            return
-        del left[0]
-        yield line
-
-
-def _lines(
-    request: ProofRequest, progress: Progress, limit_s: float
-) -> Iterator[Proof | str]:
-    """Yield the proofs of a process, and why it ended if it ended before the last one."""
+    """Yield what came of each candidate. All are tried at once, each in a process of its own."""
     total = len(request.candidates)
-    read_end, write_end = os.pipe()
-    with os.fdopen(read_end, "rb") as pipe, contextlib.ExitStack() as running:
-        command = Command(
-            "kernel proofs",
-            (msgspec.json.encode(request).decode(), str(write_end)),
-            module="baton.kernels.proofs",
-            pass_fds=(write_end,),
-        )
-        try:
-            child = Child(command, _ignore)
-        except NodeError as error:
-            yield error.message
-            return
-        finally:
-            os.close(write_end)
-        running.callback(child.stop, 0.0)
+    with contextlib.ExitStack() as running:
+        trials: dict[BinaryIO, tuple[Candidate, Child]] = {}
+        for candidate in request.candidates:
+            alone = msgspec.structs.replace(request, candidates=(candidate,))
+            try:
+                pipe, child = _started(alone, running)
+            except NodeError as error:
+                yield Proof(candidate.name, error.message)
+            else:
+                trials[pipe] = candidate, child
+        # Those that share a core have as long as if they took turns on it.
+        limit_s *= max(1.0, total / len(os.sched_getaffinity(0)))
         deadline_s = monotonic() + limit_s
-        num_proven = 0
-        while num_proven < total:
-            if select.select([pipe], [], [], POLL_S)[0]:
-                line = pipe.readline()
-                if not line.endswith(b"\n"):
-                    child.wait(monotonic() + 1.0)
-                    last = child.tail[-1] if child.tail else "it said nothing"
-                    yield f"its process ended with {child.exit_code}: {last}"
-                    return
-                yield msgspec.json.decode(line, type=Proof)
-                num_proven += 1
-                deadline_s = monotonic() + limit_s
-            elif monotonic() > deadline_s:
-                yield f"it took longer than {limit_s:.0f} s"
-                return
-            progress("proofs", num_proven, total)
+        at_home: list[Candidate] = []
+        while trials:
+            for pipe in select.select([*trials], [], [], POLL_S)[0]:
+                candidate, child = trials.pop(pipe)
+                proof = _said(pipe, candidate, child)
+                if any(text in proof.problem for text in ONE_PROCESS):
+                    at_home.append(candidate)
+                else:
+                    yield proof
+            if monotonic() > deadline_s:
+                for candidate, _ in trials.values():
+                    yield Proof(candidate.name, f"it took longer than {limit_s:.0f} s")
+                trials.clear()
+            progress("proofs", total - len(trials), total)
+    for candidate in at_home:
+        yield prove(request, candidate)
+
+
+def _started(
+    request: ProofRequest, running: contextlib.ExitStack
+) -> tuple[BinaryIO, Child]:
+    """Return a process that proves kernels, and where to read what it says.
+
+    Raises `NodeError`. Leaving `running` ends it.
+    """
+    read_end, write_end = os.pipe()
+    pipe = running.enter_context(os.fdopen(read_end, "rb"))
+    command = Command(
+        "kernel proofs",
+        (msgspec.json.encode(request).decode(), str(write_end)),
+        module="baton.kernels.proofs",
+        pass_fds=(write_end,),
+    )
+    try:
+        child = Child(command, _ignore)
+    finally:
+        os.close(write_end)
+    running.callback(child.stop, 0.0)
+    return pipe, child
+
+
+def _said(pipe: BinaryIO, candidate: Candidate, child: Child) -> Proof:
+    """Return what a process says of its candidate, or how it has ended instead."""
+    line = pipe.readline()
+    if line.endswith(b"\n"):
+        return msgspec.json.decode(line, type=Proof)
+    child.wait(monotonic() + 1.0)
+    last = child.tail[-1] if child.tail else "it said nothing"
+    return Proof(candidate.name, f"its process ended with {child.exit_code}: {last}")
 
 
 def _ignore(_name: str, _line: str) -> None:
