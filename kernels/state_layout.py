@@ -7,12 +7,16 @@ layers follow one another through its parts of the sequence's blocks.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from baton.kernels.constants import STATE_CHUNK, STRIP
 
 MATRIX_BYTES = 4  # of a number in fp32
 ALIGNED_BYTES = 64
+
+
+# Which tokens of a sequence go through a state in chunks on a GPU, and the others one by one.
+Chunked = Literal["all", "prompt", "none"]
 
 
 class StateShape(NamedTuple):
@@ -25,6 +29,14 @@ class StateShape(NamedTuple):
     value_dim: int  # columns
     num_channels: int  # of the convolution
     num_taps: int  # of the convolution
+    by_key: bool = False  # each number of a key has a decay of its own
+
+    @property
+    def chunked(self) -> Chunked:
+        """A convolution computes each token apart. A decay by key has no kernel for chunks."""
+        if not self.has_matrices:
+            return "all"
+        return "none" if self.by_key else "prompt"
 
     @property
     def num_strips(self) -> int:
@@ -111,8 +123,8 @@ def state_layout(
 class StateItem(NamedTuple):
     """What a step on a device does with the state of a sequence.
 
-    Tokens of a prompt go through in chunks, but its last one, whose sample may be refused, and
-    those of a response one by one. So a token's position says what computes it.
+    If those of a prompt go through in chunks, its last one, whose sample may be refused, does not,
+    nor those of a response. So a token's position says what computes it.
     """
 
     row: int  # of its first token
@@ -129,16 +141,16 @@ def state_item(
     num_prompt_tokens: int,
     held_and_guesses: tuple[int, int],
     *,
-    has_matrices: bool,
+    chunked: Chunked,
 ) -> StateItem:
-    """Return the item of a slice. A convolution alone computes each token apart, so in chunks."""
+    """Return the item of a slice."""
     start, end = span
     num_held, num_guesses = held_and_guesses
-    num_chunked = end - start
-    if has_matrices:
+    num_chunked = 0
+    if chunked == "all":
+        num_chunked = end - start
+    elif chunked == "prompt" and end - start > 1:
         num_chunked = min(num_prompt_tokens - 1, end) - start
-        if end - start == 1:
-            num_chunked = 0
     return StateItem(
         row, end - start, start, max(num_chunked, 0), num_held, num_guesses
     )

@@ -70,6 +70,7 @@ class StateConfig(msgspec.Struct, frozen=True):
             value_dim=self.value_dim,
             num_channels=self.num_channels // groups,
             num_taps=self.num_taps,
+            by_key=self.names.kind == "key_delta",
         )
 
 

@@ -79,7 +79,7 @@ class CudaBackend:
         self._is_ordered = is_ordered
         self.is_batch_invariant = is_ordered
         # Tokens of a prompt go through a state's matrices in chunks, others one by one.
-        self.has_two_orders = states is not None and states.shape.has_matrices
+        self.has_two_orders = states is not None and states.shape.chunked == "prompt"
         # [num_blocks, kv_heads, num_layers, 2 or 1, block_size, head_dim].
         self.pool = pool
         self._wide = wide

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from baton.kernels.state_layout import (
     IDLE_CHUNK,
+    Chunked,
     StateItem,
     most_chunks,
     state_chunks,
@@ -288,7 +289,7 @@ class ModelFacts(NamedTuple):
     state_blocks: int = 0  # that hold the state of a sequence
     # The numbers of adapters behind them that may get a name later.
     num_lora_slots: int = 0
-    has_matrices: bool = False  # a state has more than the inputs of a convolution
+    chunked: Chunked = "all"  # which tokens go through a state in chunks
 
 
 class Packer:
@@ -315,7 +316,7 @@ class Packer:
         self.buckets: Sequence[Bucket] = ()
         self._block_size = model.block_size
         self._state_blocks = model.state_blocks
-        self._has_matrices = model.has_matrices
+        self._chunked = model.chunked
         self._eos_token_ids = model.eos_token_ids
         self._tables = tables
         self._allocate = allocate
@@ -581,16 +582,18 @@ class Packer:
                     span,
                     part.num_prompt_tokens,
                     (part.num_held, part.num_guesses),
-                    has_matrices=self._has_matrices,
+                    chunked=self._chunked,
                 )
             )
             row += part.length
         lists.state_chunks = state_chunks(lists.states)
 
     def _most_chunks(self, bucket: Bucket) -> int:
+        if self._chunked == "none":
+            return 0
         if not bucket.num_decoding:
             return most_chunks(bucket.num_tokens, bucket.num_sequences)
-        return 0 if self._has_matrices else bucket.num_sequences
+        return bucket.num_sequences if self._chunked == "all" else 0
 
     def _laid(
         self,

@@ -271,12 +271,8 @@ def lacking_on_gpus(
     )
 
     states = states_of(decoder, config.cache, num_ranks, dtype)
-    if states is not None:
-        assert isinstance(decoder, DecoderConfig), "it has states"
-        assert decoder.state is not None, "it has states"
-        by_key = decoder.state.names.kind == "key_delta"
-        if missing := missing_for_states(states, dtype, by_key=by_key):
-            return missing
+    if states is not None and (missing := missing_for_states(states, dtype)):
+        return missing
     if isinstance(decoder, DecoderConfig) and decoder.index is not None:
         index = decoder.index
         if missing := missing_for_index(index.num_heads, index.head_dim):

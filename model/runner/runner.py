@@ -140,7 +140,7 @@ class Runner:
             decoder.lora_modules,
             state_blocks,
             decoder.num_lora_slots,
-            cache.states is not None and cache.states.shape.has_matrices,
+            "all" if cache.states is None else cache.states.shape.chunked,
         )
         self._packer = Packer(
             facts,

@@ -58,9 +58,10 @@ REGISTERS = 65_536
 RESERVED_BYTES = 1024
 HEADS = 32
 ROWS = (7, 128, 256)  # each with another width of tiles
-# Of Qwen3-Next, of Nemotron-H 8B and of LFM2 1.2B, on one rank.
+# Of Qwen3-Next, Kimi-Linear, Nemotron-H 8B and LFM2 1.2B, on one rank.
 STATES = {
     "delta": StateShape(2, 16, 8, 128, 128, 4096, 4),
+    "key_delta": StateShape(1, 32, 32, 128, 128, 12288, 4, by_key=True),
     "mamba": StateShape(8, 16, 1, 128, 64, 1280, 4),
     "conv": StateShape(8, 0, 256, 0, 0, 256, 3),
 }

@@ -249,6 +249,7 @@ def interpreter_cases() -> dict[str, Callable[[], str]]:
 # Two heads share a key; heads of several groups; a convolution alone.
 STATES = {
     "delta": StateShape(1, 2, 1, 16, 32, 96, 4),
+    "key_delta": StateShape(1, 1, 1, 16, 32, 64, 4, by_key=True),
     "mamba": StateShape(2, 1, 1, 16, 16, 48, 4),
     "conv": StateShape(2, 0, 32, 0, 0, 32, 3),
 }

@@ -35,17 +35,12 @@ NORM_NUMBERS = 2048  # of a program
 TAIL_CHANNELS = 1024
 
 
-def missing_for(layout: StateLayout, dtype: torch.dtype, *, by_key: bool) -> str:
-    """Return why the kernels cannot serve such states; empty if they can.
-
-    Those `by_key` have a decay for each number of a key.
-    """
+def missing_for(layout: StateLayout, dtype: torch.dtype) -> str:
+    """Return why the kernels cannot serve such states; empty if they can."""
     shape = layout.shape
     if dtype != torch.bfloat16:
         name = str(dtype).removeprefix("torch.")
         return f"states of a model in {name} have no CUDA kernel (set model.dtype=bfloat16)"
-    if by_key:
-        return "states with a decay for each number of a key have no CUDA kernel yet"
     columns = min(shape.value_dim, STRIP)
     if shape.has_matrices and (
         shape.key_dim not in KEY_DIMS
@@ -152,6 +147,7 @@ class DeviceStates:
             NORMS=weights.num_norms,
             WIDTH=width,
             GATES_FIRST=weights.gates_first,
+            BY_SIGMOID=weights.by_sigmoid,
             BLOCK=block,
             PARTS=parts,
             num_warps=4 if block <= NORM_NUMBERS else 8,
@@ -200,6 +196,7 @@ class DeviceStates:
             **_kind(weights),
             TO_STEPS=gates.to_steps,
             TO_BETAS=gates.to_betas,
+            BY_KEY=shape.by_key,
             ACTIVATES=weights.activates,
             MANY=not tables.is_decoding,
             num_warps=4,

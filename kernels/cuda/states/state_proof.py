@@ -175,7 +175,7 @@ class StateTrial:
             if not _equal(own, self._whole[first:end]):
                 yield f"tokens {first} to {end} have other bits by themselves"
         yield self._differs(1)
-        if self._shape.has_matrices:
+        if self._shape.chunked == "prompt":
             yield from self._of_ragged_chunks()
 
     def _of_ragged_chunks(self) -> Iterator[str]:
@@ -201,7 +201,7 @@ class StateTrial:
         """Two steps of padding write nothing."""
         before = self._pool.clone()
         items = [StateItem(row, 0, 0, 0, 0, 0) for row in range(2)]
-        cuts = [] if self._shape.has_matrices else [(0, 1 << 24)]
+        cuts = [(0, 1 << 24)] if self._shape.chunked == "all" else []
         out = self._advance(self._x[:2], items, [0, 1], cuts, is_decoding=True)
         if not _equal(self._pool, before) or bool(out.isnan().any()):
             return "padding is computed"
@@ -235,7 +235,7 @@ class StateTrial:
                     (first, end),
                     prompt,
                     (num_held, num_guesses),
-                    has_matrices=self._shape.has_matrices,
+                    chunked=self._shape.chunked,
                 )
             )
             rows.append((self._beside if number == 2 else self._x)[first:end])
@@ -279,7 +279,14 @@ class StateTrial:
         """Return the numbers of a row: channels, then gates, betas and steps."""
         shape = self._shape
         heads = shape.num_groups * shape.num_heads
-        return shape.num_groups * shape.num_channels + heads * (shape.value_dim + 2)
+        gates = heads * (shape.value_dim + 1)
+        return shape.num_groups * shape.num_channels + gates + self._num_steps
+
+    @property
+    def _num_steps(self) -> int:
+        shape = self._shape
+        heads = shape.num_groups * shape.num_heads
+        return heads * shape.key_dim if shape.by_key else heads
 
     def _weights_of(self, kind: str) -> StateWeights:
         shape = self._shape
@@ -290,10 +297,10 @@ class StateTrial:
         taps *= shape.num_taps**-0.5
         if not shape.has_matrices:
             return StateWeights(taps=taps, norm=taps.new_empty(0), activates=False)
-        is_delta = kind == "delta"
+        is_delta = kind in {"delta", "key_delta"}
         keys = shape.num_key_heads * shape.key_dim
         # Half of the heads forget at once, and half of them slowly.
-        rates = -torch.linspace(0.01, 4.0, heads).to(self._device)
+        rates = -torch.linspace(0.01, 4.0, self._num_steps).to(self._device)
         return StateWeights(
             taps=taps,
             norm=1 + 0.2 * self._numbers(width),
@@ -308,11 +315,13 @@ class StateTrial:
                 to_steps=channels + width + heads,
                 to_betas=channels + width if is_delta else None,
                 rates=rates,
-                biases=self._numbers(heads) - 2.0,
+                biases=self._numbers(self._num_steps) - 2.0,
+                num_betas=heads if shape.by_key else None,
             ),
             to_gates=channels,
             num_norms=heads if is_delta else shape.num_groups * shape.num_key_heads,
             gates_first=not is_delta,
+            by_sigmoid=shape.by_key,
         )
 
     def _numbers(self, *size: int) -> Tensor:

@@ -117,7 +117,7 @@ def _state_step_kernel(
     x_ptr: tl.tensor,  # [num_rows, stride_x]
     taps_ptr: tl.tensor,  # [GROUPS, TAPS, CHANNELS]
     bias_ptr: tl.tensor,
-    rate_ptr: tl.tensor,  # [heads]
+    rate_ptr: tl.tensor,  # [heads], or [heads * KEY_DIM]
     step_bias_ptr: tl.tensor,
     skip_ptr: tl.tensor,
     matrix_ptr: tl.tensor,  # the pool as fp32
@@ -145,6 +145,7 @@ def _state_step_kernel(
     TAPS: tl.constexpr,
     TO_STEPS: tl.constexpr,
     TO_BETAS: tl.constexpr,  # None: the steps are the betas
+    BY_KEY: tl.constexpr,  # each number of a key has a step, and so a decay
     ACTIVATES: tl.constexpr,
     IS_NORMED: tl.constexpr,
     CORRECTS: tl.constexpr,
@@ -186,8 +187,9 @@ def _state_step_kernel(
     own = x_ptr + group * CHANNELS
     taps = taps_ptr + group * TAPS * CHANNELS
     bias = None if bias_ptr is None else bias_ptr + group * CHANNELS
-    rate = tl.load(rate_ptr + head)
-    step_bias = tl.load(step_bias_ptr + head)
+    of_step = head * KEY_DIM + d if BY_KEY else head
+    rate = tl.load(rate_ptr + of_step)
+    step_bias = tl.load(step_bias_ptr + of_step)
     out = out_ptr + head * VALUE_DIM + strip * _STRIP
     end = count if MANY else first + 1
     for t in range(first, end):
@@ -238,16 +240,20 @@ def _state_step_kernel(
             k = k * tl.rsqrt(tl.sum(k * k) + _LENGTH_EPS)
         else:
             q = q * scale
-        at = x_ptr + (row + t) * stride_x + head
-        step = softplus(tl.load(at + TO_STEPS).to(tl.float32) + step_bias)
+        at = x_ptr + (row + t) * stride_x
+        step = softplus(tl.load(at + TO_STEPS + of_step).to(tl.float32) + step_bias)
         step = tl.minimum(tl.maximum(step, least), most)
         if TO_BETAS is None:
             beta = step
         else:
-            beta = tl.sigmoid(tl.load(at + TO_BETAS).to(tl.float32))
+            beta = tl.sigmoid(tl.load(at + TO_BETAS + head).to(tl.float32))
         # A token that the state has already only reads it.
         is_new = t >= num_held
-        s = s * tl.where(is_new, tl.exp(rate * step), 1.0)
+        decay = tl.where(is_new, tl.exp(rate * step), 1.0)
+        if BY_KEY:
+            s = s * decay[:, None]
+        else:
+            s = s * decay
         delta = v
         if CORRECTS:
             delta = v - tl.sum(s * k[:, None], 0)
@@ -320,6 +326,7 @@ def _state_norm_kernel(
     NORMS: tl.constexpr,
     WIDTH: tl.constexpr,
     GATES_FIRST: tl.constexpr,
+    BY_SIGMOID: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
@@ -338,7 +345,10 @@ def _state_norm_kernel(
     gate = tl.load(
         x_ptr + source[:, None] * stride_x + TO_GATES + column, mask=live, other=0.0
     ).to(tl.float32)
-    gate = silu(gate)
+    if BY_SIGMOID:
+        gate = tl.sigmoid(gate)
+    else:
+        gate = silu(gate)
     if GATES_FIRST:
         o = o * gate
     o = o * tl.rsqrt(tl.sum(o * o, 1) / WIDTH + eps)[:, None]
