@@ -23,6 +23,7 @@ from baton.model.layers.linear import Linear, Product
 from baton.model.layers.lora import Lora
 from baton.model.layers.mlp import GroupedLinear, GroupedProduct, StackedExperts
 from baton.model.loading.adapters import LoraLoader, LoraSite
+from baton.model.loading.uploads import Uploads
 from baton.model.loading.weights import (
     Checkpoint,
     in_order,
@@ -121,6 +122,7 @@ class LayerWeights:
         self.loras = loras
         self.dtype = place.dtype
         self.device = place.device
+        self._uploads = Uploads(place.device) if place.device.type == "cuda" else None
         self.grouped_product = place.grouped
         self.narrow = place.narrow
         self.narrow_experts = place.narrow_experts
@@ -243,7 +245,9 @@ class LayerWeights:
             tensor = whole[rows or slice(None), columns or slice(None)]
         else:
             tensor = self.checkpoint.read(name, rows=rows, columns=columns, item=item)
-        return tensor.to(self.device, dtype or self.dtype, copy=True).contiguous()
+        if self._uploads is not None:
+            return self._uploads.copy(tensor).to(dtype or self.dtype)
+        return tensor.to(dtype=dtype or self.dtype, copy=True).contiguous()
 
     def whole(self, linear: LinearTensors) -> Tensor:
         """Return the weight of a layer that all ranks have as a whole."""

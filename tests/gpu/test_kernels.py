@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from baton.kernels.proofs import CANDIDATES, PREFILL, ModelShapes, kernels_of
+from baton.model.loading.uploads import Uploads
 from tools.gpu import kernel_cases as cases
 from tools.gpu.correctness import SHAPES
 from tools.gpu.kernel_cases import AttentionShape, check_sampling
@@ -230,3 +231,10 @@ def test_attention_runs_under_a_captured_graph_for_other_lengths():
 def _decode(lengths: tuple[int, ...], model: str) -> AttentionShape:
     queries = (1,) * len(lengths)
     return replace(MODELS[model], contexts=lengths, queries=queries)
+
+
+def test_a_gpu_has_read_weights_before_their_buffer_is_filled_again():
+    uploads = Uploads(torch.device("cuda", 0), 1 << 20)
+    sources = [torch.randn(900_000 + n) for n in range(40)]
+    copies = [uploads.copy(source) for source in sources]
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(copies, sources, strict=True))
