@@ -138,9 +138,11 @@ def _what_to_free(memory: GpuMemory) -> str:
     return "end what else uses the GPU (nvidia-smi lists it), or " if is_crowded else ""
 
 
-# Short prompts of one captured step, and their tokens.
+# The tokens of captured steps of prompts, and such a step's tokens for each prompt, or its prompts
+# if it is small.
+PROMPT_TOKENS = (64, 128, 192, 256, 384, 512, *range(768, 2049, 256))
+TOKENS_A_PROMPT = 64
 PROMPTS = 8
-PROMPT_TOKENS = (64, 128, 192, 256, 384, 512)
 MANY_TOKENS = 65  # of a chunk that no tile for few queries takes
 POOL_SHARE = 0.9  # the share of the memory that the weights and the largest step leave
 CONTEXT_BYTES = 1 << 29  # about what CUDA itself takes for a process
@@ -328,13 +330,19 @@ def _state_of(runner: Runner) -> tuple[int, ...]:
 
 
 def buckets_up_to(num_sequences: int, num_tokens: int = 0) -> tuple[Bucket, ...]:
-    """Return the sizes to capture so that decode steps and short prompts fit.
+    """Return the sizes to capture so that decode steps and chunks of prompts fit.
 
-    A decode step has up to `num_sequences` rows, at most 256; prompts up to `num_tokens`, at most
-    512. A launch of these from Python takes longer than their work on the device.
+    A decode step has up to `num_sequences` rows, at most 256. Chunks have up to `num_tokens`, which
+    is a size itself so that a long prompt's chunks have no padding. Above 2,048 tokens even a small
+    model computes for longer than Python takes to launch it.
     """
     sizes = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 257, 32))
     last = next((size for size in (0, *sizes) if size >= num_sequences), sizes[-1])
     decoding = [Bucket(size, size) for size in sizes if size <= last]
-    prompts = [Bucket(size, PROMPTS) for size in PROMPT_TOKENS if size <= num_tokens]
+    chunks = {size for size in PROMPT_TOKENS if size <= num_tokens}
+    if PROMPT_TOKENS[0] < num_tokens < PROMPT_TOKENS[-1]:
+        chunks.add(num_tokens)
+    prompts = [
+        Bucket(size, max(PROMPTS, size // TOKENS_A_PROMPT)) for size in sorted(chunks)
+    ]
     return (*decoding, *prompts)

@@ -50,6 +50,9 @@ NO_ADAPTER = -1
 NO_WORDS = torch.empty(0, dtype=torch.int64)
 # Ids that a padded row may exclude; a step with more is not padded.
 BUCKET_HELD_BACK = 8
+# Tokens of a step that takes less time than its launches, however much of it is padding. Of a
+# larger one, at most an eighth is.
+PADDED_FREELY = 512
 IDLE_SAMPLE = SampleRow(Sampling(seed=0, max_tokens=1, temperature=0.0), 0, 0, 1)
 
 NUMPY: dict[torch.dtype, type[np.int64 | np.int32 | np.float64]] = {
@@ -108,6 +111,12 @@ class Bucket(NamedTuple):
     @property
     def num_decoding(self) -> int:
         return self.num_tokens if self.num_tokens == self.num_sequences else 0
+
+    def takes(self, num_tokens: int, num_sequences: int) -> bool:
+        """Return whether such a step fits and is worth its padding."""
+        most = self.num_tokens
+        least = 0 if most <= PADDED_FREELY else most - most // 8
+        return least <= num_tokens <= most and num_sequences <= self.num_sequences
 
 
 AdaptedPlaces = tuple[ArraySpan, ArraySpan] | None  # `order` and `ends` of rows, if any
@@ -455,8 +464,7 @@ class Packer:
             (
                 bucket
                 for bucket in self.buckets
-                if bucket.num_tokens >= num_tokens
-                and bucket.num_sequences >= len(slices)
+                if bucket.takes(num_tokens, len(slices))
                 and bool(bucket.num_decoding) == bool(num_decoding)
             ),
             None,

@@ -287,7 +287,7 @@ def with_experts(
     return replace(decoder, layers=(*layers, replace(last, mlp=experts)))
 
 
-def stand_in(
+def stand_in(  # noqa: PLR0913  (each test chooses a few)
     num_blocks: int,
     queue: RecordingQueue,
     eos_token_ids: tuple[int, ...] = (),
@@ -295,6 +295,7 @@ def stand_in(
     masks: TokenMasks | None = None,
     *,
     has_counts: bool = True,
+    max_len: int = MAX_LEN,
 ) -> Runner:
     """Return a runner of a tiny random model in float64, over a pool on the queue's device.
 
@@ -327,7 +328,7 @@ def stand_in(
     )
     pool = torch.zeros(sizes, dtype=torch.float64, device=queue.device)
     cache = KVCache(pool, torch.zeros(num_blocks + 1).numpy().astype("uint32"))
-    backend = TableBackend(pool, SHAPE.num_heads, MAX_LEN)
+    backend = TableBackend(pool, SHAPE.num_heads, max_len)
     counts = DeviceCounts(
         MAX_ROWS, SHAPE.vocab_size, queue.device, reference.penalize_counted
     )

@@ -301,7 +301,7 @@ def steps_of(
     rank = runner(queue, kind, is_ordered=is_ordered, proven=proven)
     states = rank.cache.states
     state_blocks = 0 if states is None else states.num_blocks
-    prepare(rank, buckets_up_to(MAX_SEQS, 512) if with_graphs else (), lambda *_: None)
+    prepare(rank, buckets_up_to(MAX_SEQS, 2048) if with_graphs else (), lambda *_: None)
     after_warm_up = set(variants.found)
     luck = random.Random(0)
     copies = set()

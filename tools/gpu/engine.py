@@ -92,8 +92,7 @@ def _measure(
         case
         for case in model
         if case.kind == "prefill"
-        and case.context <= MAX_PROMPT
-        and not case.max_num_batched_tokens
+        and (case.max_num_batched_tokens or case.context) <= MAX_PROMPT
     ]
     for case in model:
         if case.kind == "prefill":

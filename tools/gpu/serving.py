@@ -39,7 +39,7 @@ BLOCK_SIZE = 16
 WARM_UPS = 3
 MAX_LAUNCHED = 2  # the same number as in the engine's loop
 FIRST_TOKEN = 3
-MAX_PROMPT = 512  # tokens of a prompt that is replayed
+MAX_PROMPT = 2048  # tokens of a prompt, or of a chunk of one, that is replayed
 BURST = 8  # steps that are launched without a look at their results
 CAPTURE = "capture"
 IDLE = "idle share"
@@ -101,7 +101,7 @@ def capture(desk: Desk, runner: Runner, name: str, largest: int) -> Check:
 def graph_is_eager(runner: Runner, case: StepCase) -> Check:
     """Compare a replay with the eager step: tokens, log probabilities, keys and values."""
     if case.kind == "prefill":
-        (plan,) = prompt(case.context, case.context)
+        *_, plan = prompt(case.context, case.max_num_batched_tokens or case.context)
     else:
         plan = StepPlan(0, decoding(case.batch, case.context))
     shown = msgspec.structs.replace(GREEDY, logprobs=2)

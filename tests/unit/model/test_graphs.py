@@ -249,6 +249,54 @@ def test_prompts_are_replayed_with_their_tokens_and_those_that_follow():
     assert queue.num_replays == 2 * len(steps) - 1  # it has captured no decode step
 
 
+def test_chunks_of_long_prompts_are_replayed_where_little_of_them_is_padding():
+    """The first chunk has a bucket of its size, the second one its least, the third one less."""
+    num_tokens = 600
+    chunks = (num_tokens, 525, 524)
+    tokens = tuple(3 + i * i % 90 for i in range(sum(chunks)))
+    num_blocks = -(-len(tokens) // BLOCK_SIZE)
+    table = tuple(random.Random(1).sample(range(num_blocks), num_blocks))
+    queue = RecordingQueue()
+    replaying = stand_in(num_blocks, queue, EOS, max_len=len(tokens))
+    eager = stand_in(num_blocks, RecordingQueue(), EOS, max_len=len(tokens))
+    replaying.capture(buckets_up_to(0, num_tokens)[-2:], no_progress)
+    found = []
+    for runner in (replaying, eager):
+        start = 0
+        said = []
+        for step, length in enumerate(chunks):
+            part = msgspec.structs.replace(
+                prompt_of(1),
+                start=start,
+                length=length,
+                token_ids=tokens[start : start + length],
+                block_table=table,
+                num_prompt_tokens=len(tokens),
+            )
+            said.append(runner.execute(StepPlan(step, (part,))).tokens)
+            start += length
+        found.append((said, runner.cache.pool[:num_blocks].clone()))
+    assert queue.num_replays == 2
+    assert found[0][0] == found[1][0]
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 63, 64, 512, 1000, 2048, 8192])
+def test_captured_chunks_are_as_long_as_those_of_the_node(num_tokens):
+    prompts = buckets_up_to(0, num_tokens)
+    sizes = [bucket.num_tokens for bucket in prompts]
+    assert sizes == sorted(sizes)
+    assert not any(bucket.num_decoding for bucket in prompts)
+    if num_tokens < 64:
+        assert sizes == []
+        return
+    longest = min(num_tokens, 2048)
+    assert sizes[0] == 64
+    assert sizes[-1] == longest
+    assert prompts[-1].takes(longest, longest // 64)
+    assert len(sizes) <= 12, "each takes time and memory"
+
+
 def test_steps_with_penalties_are_replayed_and_wait_for_no_token():
     class Unwaited(RecordingQueue):
         def wait(self) -> None:
