@@ -36,6 +36,7 @@ from baton.kernels.cuda.paged import (
     padded,
     tilings_of,
 )
+from baton.kernels.launch import Launcher, cdiv, next_power_of_2
 
 # Tokens; the partial results are then 3 % of the bytes read (4 heads of 128, bf16).
 SPLIT = 256
@@ -73,7 +74,7 @@ def paged_decode_attention(
     tiles = decode_tiling(q, pool)
     split = ORDERED_SPLIT if ordered else SPLIT
     keys = min(block_tables.shape[1] * block_size, window or NO_WINDOW)
-    rows = max(16, triton.next_power_of_2(num_heads // kv_heads))
+    rows = max(16, next_power_of_2(num_heads // kv_heads))
     share = (
         tiles.per_multiprocessor if rows == 16 else tilings_of(q.device).wide_programs
     )
@@ -81,15 +82,14 @@ def paged_decode_attention(
     programs = num_programs(q.device, share if softcap is None else min(share, 2))
     is_few = 2 * batch * kv_heads <= programs and not ordered
     # A window may touch one more split than its length alone needs.
-    num_splits = triton.cdiv(keys, tiles.keys if is_few else split) + (
-        window is not None
-    )
+    num_splits = cdiv(keys, tiles.keys if is_few else split) + (window is not None)
     num_splits = num_splits if ordered else min(num_splits, MAX_SPLITS)
     partial = q.new_empty((batch, num_heads, num_splits, head_dim), dtype=torch.float32)
     sums = q.new_empty((batch, num_heads, num_splits, 2), dtype=torch.float32)
     counts = q.new_empty(batch, dtype=torch.int32)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    _split_kernel[(programs,)](
+    _launch_split(
+        (programs, 1, 1),
         q,
         pool,
         block_tables,
@@ -126,7 +126,8 @@ def paged_decode_attention(
         maxnreg=tiles.max_registers if NEEDS_LIMIT and rows == 16 else None,
     )
     if num_splits > 1:
-        _combine_kernel[(batch, num_heads)](
+        _launch_combine(
+            (batch, num_heads, 1),
             partial,
             sums,
             counts,
@@ -311,6 +312,9 @@ def _split_kernel(
             tl.store(sum_ptr + place * 2 + 1, total, mask=own)
 
 
+_launch_split = Launcher(_split_kernel)
+
+
 @triton.jit
 def _attend(
     q: tl.tensor,
@@ -426,3 +430,6 @@ def _combine_kernel(
         out = tl.sum(partial * weight[:, None], 0) / total
     out = out.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + line * HEAD_DIM + d, out, mask=d < HEAD_DIM)
+
+
+_launch_combine = Launcher(_combine_kernel)

@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.kernels.cuda.paged import interpreted, tilings_of
+from baton.kernels.launch import Launcher, cdiv
 from baton.kernels.reference import NarrowWeight
 
 BLOCK_M = 64
@@ -56,9 +57,9 @@ def fixed_product(x: Tensor, weight: Tensor) -> Tensor:
 
 def one_chain_product(x: Tensor, weight: Tensor) -> Tensor:
     """Compute a product in one part, with tiles that are narrow enough to fill the device."""
-    tiles_m = triton.cdiv(len(x), BLOCK_M)
+    tiles_m = cdiv(len(x), BLOCK_M)
     widths = [*ONE_CHAIN_STAGES]
-    fills = (n for n in widths if tiles_m * triton.cdiv(len(weight), n) >= PROGRAMS)
+    fills = (n for n in widths if tiles_m * cdiv(len(weight), n) >= PROGRAMS)
     width = next(fills, widths[-1])
     sizes = width, 64, 1
     return _in_parts(x, weight, None, sizes, 1, ONE_CHAIN_STAGES[width])
@@ -99,7 +100,7 @@ class NarrowProduct:
 
     def __call__(self, x: Tensor, packed: Tensor) -> Tensor:
         """Return `x @ weight.T`, `[rows, outputs]`, of `[rows, inputs]` in bf16."""
-        steps = triton.cdiv(x.shape[1], 2 * HALF)
+        steps = cdiv(x.shape[1], 2 * HALF)
         assert packed.shape[1] == steps * HALF * (1 + self.is_fp8)
         return _in_parts(x, packed, self, (128, HALF, 2))
 
@@ -137,10 +138,10 @@ def _in_parts(
     (rows, inner), columns, (block_n, block_k, turns) = x.shape, len(weight), sizes
     assert x.stride(1) == weight.stride(1) == 1
     out = x.new_empty((rows, columns))
-    tiles_n = triton.cdiv(columns, block_n)
-    tiles = triton.cdiv(rows, BLOCK_M) * tiles_n
+    tiles_n = cdiv(columns, block_n)
+    tiles = cdiv(rows, BLOCK_M) * tiles_n
     num_parts = max(1, min(PROGRAMS // tiles_n, inner // LEAST_PART, max_parts))
-    part = triton.cdiv(triton.cdiv(inner, block_k * turns), num_parts)  # in steps
+    part = cdiv(cdiv(inner, block_k * turns), num_parts)  # in steps
     is_spread = num_parts > 1 and tiles < PROGRAMS
     sums = x.new_empty(
         (num_parts if is_spread else 0, rows, columns), dtype=torch.float32
@@ -148,7 +149,8 @@ def _in_parts(
     scales, zeros, group = (
         (grid.scales, grid.zeros, grid.group) if grid else (None, None, 1)
     )
-    _product_kernel[(tiles, num_parts if is_spread else 1)](
+    _launch_product(
+        (tiles, num_parts if is_spread else 1, 1),
         x,
         weight,
         scales,
@@ -175,8 +177,16 @@ def _in_parts(
         enable_fp_fusion=True,
     )
     if is_spread:
-        _add_parts_kernel[(triton.cdiv(rows * columns, ADDED),)](
-            sums, out, rows, columns, num_parts, BLOCK=ADDED, num_warps=4, num_stages=1
+        _launch_add_parts(
+            (cdiv(rows * columns, ADDED), 1, 1),
+            sums,
+            out,
+            rows,
+            columns,
+            num_parts,
+            BLOCK=ADDED,
+            num_warps=4,
+            num_stages=1,
         )
     return out
 
@@ -262,6 +272,9 @@ def _product_kernel(
         tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=live)
 
 
+_launch_product = Launcher(_product_kernel)
+
+
 @triton.jit
 def _widened(codes, scales_ptr, zeros_ptr, at, live, dtype, IS_FP8: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return `[BLOCK_N, HALF]` numbers of one group."""
@@ -291,3 +304,6 @@ def _add_parts_kernel(
         total += tl.load(sum_ptr + i, mask=i < size, other=0.0)
         sum_ptr += size
     tl.store(out_ptr + i, total.to(out_ptr.dtype.element_ty), mask=i < size)
+
+
+_launch_add_parts = Launcher(_add_parts_kernel)

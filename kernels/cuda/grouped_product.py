@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.kernels.cuda.paged import interpreted
+from baton.kernels.launch import Launcher, cdiv, next_power_of_2
 
 BLOCK_M = 64
 
@@ -37,8 +38,9 @@ def grouped_product(
     # fp32 is for parity only, and its tiles have the same size in bytes.
     block_n, block_k = (64, 32) if x.dtype == torch.float32 else (128, 64)
     # Each expert may have one tile that is not full.
-    most_tiles = triton.cdiv(rows, BLOCK_M) + min(experts, rows)
-    _grouped_product_kernel[(most_tiles * triton.cdiv(columns, block_n),)](
+    most_tiles = cdiv(rows, BLOCK_M) + min(experts, rows)
+    _launch_grouped_product(
+        (most_tiles * cdiv(columns, block_n), 1, 1),
         x,
         weight,
         biases,
@@ -50,7 +52,7 @@ def grouped_product(
         x.stride(0),
         weight.stride(0),
         weight.stride(1),
-        EXPERTS=triton.next_power_of_2(experts),
+        EXPERTS=next_power_of_2(experts),
         BLOCK_M=BLOCK_M,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
@@ -121,6 +123,9 @@ def _grouped_product_kernel(
     tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=live)
 
 
+_launch_grouped_product = Launcher(_grouped_product_kernel)
+
+
 BLOCK = 1024
 
 
@@ -134,7 +139,8 @@ def add_experts(rows: Tensor, weights: Tensor) -> Tensor:
     # The stride of a single expert's weight may be any.
     assert top_k == 1 or weights.stride(1) == 1
     out = rows.new_empty((tokens, hidden))
-    _add_experts_kernel[(tokens * triton.cdiv(hidden, BLOCK),)](
+    _launch_add_experts(
+        (tokens * cdiv(hidden, BLOCK), 1, 1),
         rows,
         weights,
         out,
@@ -173,3 +179,6 @@ def _add_experts_kernel(
     tl.store(
         out_ptr + token * HIDDEN + d, total.to(out_ptr.dtype.element_ty), mask=live
     )
+
+
+_launch_add_experts = Launcher(_add_experts_kernel)

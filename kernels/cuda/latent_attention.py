@@ -30,6 +30,7 @@ from baton.kernels.cuda.paged import (
     slot_rows,
     weigh,
 )
+from baton.kernels.launch import Launcher, cdiv, next_power_of_2
 
 # A tile of keys and queries of this length fits the 99 KiB of shared memory of the smallest GPUs.
 MAX_LATENT = 512
@@ -61,7 +62,7 @@ def latent_decode_attention(
     )
     (batch, heads, _), latent = q.shape, sizes["LATENT"]
     per_entry = 1 if of_slots else pool.shape[4]
-    num_splits = triton.cdiv(block_tables.shape[1] * per_entry, ORDERED_SPLIT)
+    num_splits = cdiv(block_tables.shape[1] * per_entry, ORDERED_SPLIT)
     count = min(batch, MAX_BATCH, WORKSPACE // (4 * heads * num_splits * (latent + 2)))
     count = max(1, count)
     partial = q.new_empty((count, heads, num_splits, latent), dtype=torch.float32)
@@ -70,7 +71,8 @@ def latent_decode_attention(
     for first in range(0, batch, count):
         own = slice(first, first + count)
         lens = context_lens[own]
-        _latent_split_kernel[(num_programs(q.device, 1),)](
+        _launch_latent_split(
+            (num_programs(q.device, 1), 1, 1),
             q[own],
             pool,
             block_tables[own],
@@ -91,7 +93,8 @@ def latent_decode_attention(
             **sizes,
         )
         if num_splits > 1:
-            _latent_merge_kernel[(len(lens), heads)](
+            _launch_latent_merge(
+                (len(lens), heads, 1),
                 partial,
                 sums,
                 lens,
@@ -124,10 +127,11 @@ def latent_prefill_attention(
     sizes = _sizes(q, pool, block_tables, rotated)
     num_tokens, heads, _ = q.shape
     out = q.new_empty((num_tokens, heads, sizes["LATENT"]))
-    tile_heads = min(triton.next_power_of_2(heads), ROWS)
+    tile_heads = min(next_power_of_2(heads), ROWS)
     # The lengths are on the device, so launch as many programs as could be needed; the rest return.
     tiles = num_tokens // (ROWS // tile_heads) + len(block_tables)
-    _latent_prefill_kernel[(triton.cdiv(heads, tile_heads), tiles)](
+    _launch_latent_prefill(
+        (cdiv(heads, tile_heads), tiles, 1),
         q,
         pool,
         block_tables,
@@ -169,8 +173,8 @@ def _sizes(
     return {
         "LATENT": latent,
         "ROTATED": rotated,
-        "DIM": max(16, triton.next_power_of_2(latent)),
-        "TURN": max(16, triton.next_power_of_2(rotated)),
+        "DIM": max(16, next_power_of_2(latent)),
+        "TURN": max(16, next_power_of_2(rotated)),
         "ROWS": ROWS,
         "BLOCK_SIZE": block_size,
         "KEYS": KEYS[q.dtype],
@@ -266,6 +270,9 @@ def _latent_split_kernel(
             tl.store(sum_ptr + place * 2 + 1, norm, mask=own)
 
 
+_launch_latent_split = Launcher(_latent_split_kernel)
+
+
 @triton.jit(do_not_specialize=["num_splits", "len_ptr"])
 def _latent_merge_kernel(
     partial_ptr: tl.tensor,
@@ -303,6 +310,9 @@ def _latent_merge_kernel(
         )
     out = (acc / norm[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + line * LATENT + d + one[:, None], out, mask=d < LATENT)
+
+
+_launch_latent_merge = Launcher(_latent_merge_kernel)
 
 
 @triton.jit(
@@ -389,6 +399,9 @@ def _latent_prefill_kernel(
     tl.store(place, out, mask=own[:, None] & (d < LATENT)[None, :])
 
 
+_launch_latent_prefill = Launcher(_latent_prefill_kernel)
+
+
 @triton.jit
 def _attend(
     q_rows: tl.tensor,
@@ -472,7 +485,8 @@ def turn_and_store(
     assert cos_sin.is_contiguous()
     assert pool.shape[1::2] == (1, 1, row_dim), (x.shape, pool.shape)
     assert pool.stride()[4:] == (row_dim, 1), "a layer of a block is contiguous"
-    _turn_store_kernel[(num_tokens, 2)](
+    _launch_turn_store(
+        (num_tokens, 2, 1),
         x,
         positions,
         cos_sin,
@@ -484,9 +498,9 @@ def turn_and_store(
         LATENT=row_dim - rotated,
         ROTATED=rotated,
         BLOCK_SIZE=pool.shape[4],
-        H_ROWS=triton.next_power_of_2(rows - 1),
-        HALF=triton.next_power_of_2(rotated // 2),
-        DIM=triton.next_power_of_2(row_dim - rotated),
+        H_ROWS=next_power_of_2(rows - 1),
+        HALF=next_power_of_2(rotated // 2),
+        DIM=next_power_of_2(row_dim - rotated),
         num_warps=2,
         num_stages=1,
         enable_fp_fusion=True,
@@ -539,6 +553,9 @@ def _turn_store_kernel(
         d = tl.arange(0, DIM)
         live = (d < LATENT) & (slot >= 0)
         tl.store(target + d, tl.load(row + d, mask=live), mask=live)
+
+
+_launch_turn_store = Launcher(_turn_store_kernel)
 
 
 @triton.jit

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.kernels import constants
+from baton.kernels.launch import Launcher, cdiv, next_power_of_2
 from baton.kernels.reference import pool_head_dim
 
 # ruff: noqa: N803, PLR0913, PLR0917
@@ -56,8 +57,9 @@ def rope_and_store(
     )
     assert cos_sin.is_contiguous()
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    rows = max(triton.next_power_of_2(num_heads), triton.next_power_of_2(kv_heads))
-    _rope_store_kernel[(num_tokens, parts)](
+    rows = max(next_power_of_2(num_heads), next_power_of_2(kv_heads))
+    _launch_rope_store(
+        (num_tokens, parts, 1),
         q,
         k,
         v,
@@ -79,9 +81,9 @@ def rope_and_store(
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
-        Q_ROWS=triton.next_power_of_2(num_heads),
-        KV_ROWS=triton.next_power_of_2(kv_heads),
-        HALF=triton.next_power_of_2(head_dim // 2),
+        Q_ROWS=next_power_of_2(num_heads),
+        KV_ROWS=next_power_of_2(kv_heads),
+        HALF=next_power_of_2(head_dim // 2),
         num_warps=8 if rows * head_dim > 4096 else 4,
         num_stages=1,
         enable_fp_fusion=True,
@@ -170,6 +172,9 @@ def _rope_store_kernel(
             target += BLOCK_SIZE * HEAD_DIM
             tl.store(target, v_low, mask=live)
             tl.store(target + half, v_high, mask=live)
+
+
+_launch_rope_store = Launcher(_rope_store_kernel)
 
 
 @triton.jit
@@ -285,9 +290,10 @@ def move_blocks(
     source = source.view(torch.int32)
     target = target.view(torch.int32)
     words = source.shape[1]
-    tiles = triton.cdiv(words, COPIED)
+    tiles = cdiv(words, COPIED)
     total = len(source_ids) * tiles
-    _copy_kernel[(min(total, COPIERS),)](
+    _launch_copy(
+        (min(total, COPIERS), 1, 1),
         source,
         target,
         source_ids,
@@ -322,15 +328,19 @@ def _copy_kernel(
         tl.store(target_ptr + target.to(tl.int64) * words + w, value, mask=w < words)
 
 
+_launch_copy = Launcher(_copy_kernel)
+
+
 def sum_blocks(pool: Tensor, ids: Tensor) -> Tensor:
     """Return the int32 checksum of each block `ids[i]` of `pool`, `[num_blocks, numel]`."""
     assert pool.is_contiguous()
     pool = pool.view(torch.int32)
     words = pool.shape[1]
-    tiles = triton.cdiv(words, TILE)
+    tiles = cdiv(words, TILE)
     total = len(ids) * tiles
     sums = torch.zeros(len(ids), dtype=torch.int32, device=pool.device)
-    _sum_kernel[(min(total, COPIERS),)](
+    _launch_sum(
+        (min(total, COPIERS), 1, 1),
         pool,
         ids,
         sums,
@@ -367,3 +377,6 @@ def _sum_kernel(
         mixed = (mixed ^ (mixed >> 15)) * MIX_FACTOR
         mixed = tl.where(w < words, mixed ^ (mixed >> 13), 0)
         tl.atomic_add(sum_ptr + row, tl.sum(mixed.to(tl.int64), 0).to(tl.int32))
+
+
+_launch_sum = Launcher(_sum_kernel)

@@ -35,6 +35,7 @@ from baton.kernels.cuda.paged import (
     prefill_tiling,
     weigh,
 )
+from baton.kernels.launch import Launcher
 
 
 def paged_prefill_attention(
@@ -65,8 +66,9 @@ def paged_prefill_attention(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     tiles = prefill_tiling(q, pool, ordered=ordered)
     # The lengths are on the device, so launch as many programs as could be needed; the rest return.
-    grid = (num_heads, num_tokens // tiles.queries + batch)
-    _prefill_kernel[grid](
+    grid = (num_heads, num_tokens // tiles.queries + batch, 1)
+    _launch_prefill(
+        grid,
         q,
         pool,
         block_tables,
@@ -315,6 +317,9 @@ def _prefill_kernel(
         out,
         mask=own[:, None] & (d < HEAD_DIM)[None, :],
     )
+
+
+_launch_prefill = Launcher(_prefill_kernel)
 
 
 @triton.jit

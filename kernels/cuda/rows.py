@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.kernels.constants import SILU, Gate
+from baton.kernels.launch import Launcher, cdiv, next_power_of_2
 
 # ruff: noqa: N803, PLR0913, PLR0917
 # Compile-time values are in capitals, as in Triton's own code; arguments are pointers and strides.
@@ -38,8 +39,9 @@ def add_rms_norm(
         assert residual.shape == x.shape
         assert residual.is_contiguous()
         stream = torch.empty_like(normed)
-    block = triton.next_power_of_2(hidden)
-    _add_rms_norm_kernel[(num_tokens,)](
+    block = next_power_of_2(hidden)
+    _launch_add_rms_norm(
+        (num_tokens, 1, 1),
         x,
         residual,
         weight,
@@ -86,6 +88,9 @@ def _add_rms_norm_kernel(
     tl.store(normed_ptr + token * HIDDEN + d, normed, mask=live)
 
 
+_launch_add_rms_norm = Launcher(_add_rms_norm_kernel)
+
+
 BLOCK = 2048  # two 16-byte accesses per thread and operand in bf16
 
 
@@ -96,7 +101,8 @@ def gate_mul(gate_up: Tensor, gate: Gate = SILU) -> Tensor:
     assert width % 2 == 0
     features = width // 2
     out = gate_up.new_empty((num_tokens, features))
-    _gate_mul_kernel[(num_tokens * triton.cdiv(features, BLOCK),)](
+    _launch_gate_mul(
+        (num_tokens * cdiv(features, BLOCK), 1, 1),
         gate_up,
         out,
         FEATURES=features,
@@ -140,3 +146,6 @@ def _gate_mul_kernel(
     tl.store(
         out_ptr + token * FEATURES + f, out.to(out_ptr.dtype.element_ty), mask=live
     )
+
+
+_launch_gate_mul = Launcher(_gate_mul_kernel)

@@ -11,7 +11,6 @@ gives the same token for the same logits; the torch code of the engine's `Sample
 """
 
 import torch
-import triton
 from torch import Tensor
 
 from baton.kernels.constants import ROW_INTS, ROW_REALS
@@ -24,8 +23,15 @@ from baton.kernels.cuda.sampling_kernels import (
     sweep_kernel,
     weigh_kernel,
 )
+from baton.kernels.launch import Launcher, cdiv, next_power_of_2
 
 CHUNK = 4096  # logits of one program of the kernels that read all
+
+_launch_scan = Launcher(scan_kernel)
+_launch_weigh = Launcher(weigh_kernel)
+_launch_gather = Launcher(gather_kernel)
+_launch_sweep = Launcher(sweep_kernel)
+_launch_choose = Launcher(choose_kernel)
 
 
 def sample_tokens(
@@ -50,8 +56,8 @@ def sample_tokens(
     assert (reals.shape, reals.dtype) == ((num_rows, ROW_REALS), torch.float64)
     assert (len(held_back), held_back.dtype) == (num_rows, torch.int32)
     assert all(given.is_contiguous() for given in (ints, reals, held_back))
-    tiles = triton.cdiv(vocab, WIDTH.value)
-    chunks = triton.cdiv(vocab, CHUNK)
+    tiles = cdiv(vocab, WIDTH.value)
+    chunks = cdiv(vocab, CHUNK)
     new = logits.new_empty
     tile_tops = new((num_rows, tiles), dtype=torch.float32)
     tile_sums = new((num_rows, tiles), dtype=torch.int64)
@@ -65,12 +71,13 @@ def sample_tokens(
     nums = new((num_rows, 4), dtype=torch.int32)
     floors = new(num_rows, dtype=torch.float32)
     tokens = new(num_rows, dtype=torch.int64)
-    padded = max(16, triton.next_power_of_2(chunks))
+    padded = max(16, next_power_of_2(chunks))
     # Without any, other tensors of these types stand for them, which nothing reads.
     others = (tile_tops, held_back, 0) if changed is None else (*changed, 1)
     assert others[0].is_contiguous()
     assert others[1].is_contiguous()
-    scan_kernel[(chunks, num_rows)](
+    _launch_scan(
+        (chunks, num_rows, 1),
         logits,
         *others,
         held_back,
@@ -86,7 +93,8 @@ def sample_tokens(
         num_stages=1,
         enable_fp_fusion=False,
     )
-    weigh_kernel[(chunks, num_rows)](
+    _launch_weigh(
+        (chunks, num_rows, 1),
         logits,
         *others,
         ints,
@@ -104,7 +112,8 @@ def sample_tokens(
         num_stages=2,
         enable_fp_fusion=False,
     )
-    gather_kernel[(num_rows,)](
+    _launch_gather(
+        (num_rows, 1, 1),
         logits,
         *others,
         ints,
@@ -123,12 +132,13 @@ def sample_tokens(
         chunks,
         logits.stride(0),
         CHUNKS=padded,
-        TILES=max(16, triton.next_power_of_2(tiles)),
+        TILES=max(16, next_power_of_2(tiles)),
         num_warps=16,
         num_stages=1,
         enable_fp_fusion=False,
     )
-    sweep_kernel[(chunks, num_rows)](
+    _launch_sweep(
+        (chunks, num_rows, 1),
         logits,
         *others,
         ints,
@@ -150,7 +160,8 @@ def sample_tokens(
         num_stages=1,
         enable_fp_fusion=False,
     )
-    choose_kernel[(num_rows,)](
+    _launch_choose(
+        (num_rows, 1, 1),
         logits,
         *others,
         ints,

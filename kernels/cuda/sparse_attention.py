@@ -24,6 +24,7 @@ from baton.kernels.cuda.paged import (
     load_rows,
     slot_rows,
 )
+from baton.kernels.launch import Launcher, cdiv, next_power_of_2
 
 MAX_HEADS = 64
 MAX_HEAD_DIM = 128
@@ -69,8 +70,9 @@ def choose_keys(
         own = slice(first, first + count)
         seen = num_seen[own]
         of = sequences[own]
-        grid = (len(seen), triton.cdiv(num_keys, SPLIT))
-        _index_scores_kernel[grid](
+        grid = (len(seen), cdiv(num_keys, SPLIT), 1)
+        _launch_index_scores(
+            grid,
             q[own],
             weights[own],
             keys,
@@ -85,9 +87,9 @@ def choose_keys(
             keys.stride(0),
             block_tables.stride(0),
             HEADS=heads,
-            ROWS=max(16, triton.next_power_of_2(heads)),
+            ROWS=max(16, next_power_of_2(heads)),
             HEAD_DIM=head_dim,
-            DIM=max(16, triton.next_power_of_2(head_dim)),
+            DIM=max(16, next_power_of_2(head_dim)),
             BLOCK_SIZE=block_size,
             KEYS=tile,
             SPLIT=SPLIT,
@@ -96,7 +98,8 @@ def choose_keys(
             num_stages=2,
             enable_fp_fusion=True,
         )
-        _take_best_kernel[(len(seen),)](
+        _launch_take_best(
+            (len(seen), 1, 1),
             scores,
             block_tables,
             of,
@@ -187,6 +190,9 @@ def _index_scores_kernel(
         tl.store(score_ptr + token * num_keys + n, score, mask=n < end)
 
 
+_launch_index_scores = Launcher(_index_scores_kernel)
+
+
 @triton.jit(
     do_not_specialize=[
         "table_ptr",
@@ -253,6 +259,9 @@ def _take_best_kernel(
         tl.store(slots + number, block * BLOCK_SIZE + n % BLOCK_SIZE, mask=is_taken)
         taken += tl.sum(is_taken.to(tl.int32), 0)
         num_equal += tl.sum(is_equal, 0)
+
+
+_launch_take_best = Launcher(_take_best_kernel)
 
 
 @triton.jit

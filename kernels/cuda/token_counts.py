@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.kernels import constants
+from baton.kernels.launch import Launcher, cdiv
 
 CHUNK = 1024  # words of one program
 _MAX_COUNT = tl.constexpr(constants.MAX_COUNT)
@@ -46,7 +47,8 @@ def penalize_counted(
         given.is_contiguous() for given in (words, factors, biases, counted, token_ids)
     )
     changed = logits.new_empty((num_samples, vocab), dtype=torch.float32)
-    _penalize_kernel[(triton.cdiv(vocab, CHUNK), num_samples)](
+    _launch_penalize(
+        (cdiv(vocab, CHUNK), num_samples, 1),
         logits,
         changed,
         words,
@@ -107,3 +109,6 @@ def _penalize_kernel(
         tl.store(
             changed_ptr + sample * vocab + token, x.to(tl.float32), mask=token < vocab
         )
+
+
+_launch_penalize = Launcher(_penalize_kernel)

@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from baton.kernels import reference
+from baton.kernels.cuda.rows import add_rms_norm
 from baton.kernels.proofs import CANDIDATES, PREFILL, ModelShapes, kernels_of
 from baton.model.loading.uploads import Uploads
 from tools.gpu import kernel_cases as cases
@@ -226,6 +228,16 @@ def test_attention_runs_under_a_captured_graph_for_other_lengths():
     cases.assert_equal_bits(
         out, paged_decode_attention(*call, case.context_lens, case.scale)
     )
+
+
+def test_a_kernel_that_is_bound_takes_addresses_that_are_not_aligned():
+    weight = torch.ones(4096, device="cuda")
+    memory = torch.randn(9 * 4096 + 16, device="cuda").to(BF16)
+    for start in (0, 8, 1, 0, 3, 16):
+        x = memory[start : start + 9 * 4096].view(9, 4096)
+        normed, _ = add_rms_norm(x, None, weight, 1e-6)
+        expected, _ = reference.add_rms_norm(x, None, weight, 1e-6)
+        torch.testing.assert_close(normed, expected, rtol=1e-2, atol=1e-2)
 
 
 def _decode(lengths: tuple[int, ...], model: str) -> AttentionShape:

@@ -66,6 +66,7 @@ WITHIN = {
     ),
     "kernels/cuda": (
         "kernels/constants.py",
+        "kernels/launch.py",
         "kernels/proofs.py",
         "kernels/reference.py",
         "kernels/state_layout.py",
@@ -73,6 +74,7 @@ WITHIN = {
     ),
     "kernels/hopper": (
         "kernels/constants.py",
+        "kernels/launch.py",
         "kernels/reference.py",
         "kernels/proofs.py",
         "kernels/cuda",

@@ -7,7 +7,6 @@ do not depend on where slices begin, as long as those of prompts begin at multip
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from baton.kernels.constants import STATE_CHUNK, STRIP
@@ -22,6 +21,7 @@ from baton.kernels.cuda.states.steps import (
     _state_step_kernel,
     _state_tails_kernel,
 )
+from baton.kernels.launch import Launcher, cdiv, next_power_of_2
 from baton.kernels.state_layout import MATRIX_BYTES, StateLayout, StateShape
 from baton.kernels.state_reference import StateTables, StateWeights
 
@@ -33,6 +33,13 @@ WIDTH = 128  # channels of a program, where nothing norms queries and keys
 SCANS = ((16, 1), (32, 2))
 NORM_NUMBERS = 2048  # of a program
 TAIL_CHANNELS = 1024
+
+_launch_norm = Launcher(_state_norm_kernel)
+_launch_step = Launcher(_state_step_kernel)
+_launch_intra = Launcher(_state_intra_kernel)
+_launch_scan = Launcher(_state_scan_kernel)
+_launch_convolve = Launcher(_state_convolve_kernel)
+_launch_tails = Launcher(_state_tails_kernel)
 
 
 def missing_for(layout: StateLayout, dtype: torch.dtype) -> str:
@@ -129,12 +136,13 @@ class DeviceStates:
         num_rows = len(out) if rows is None else len(rows)
         normed = out.new_empty(num_rows, out.shape[1])
         width = out.shape[1] // weights.num_norms
-        block = triton.next_power_of_2(width)
+        block = next_power_of_2(width)
         parts = max(1, NORM_NUMBERS // block)
         num_parts = num_rows * weights.num_norms
         if not num_parts:
             return normed
-        _state_norm_kernel[(triton.cdiv(num_parts, parts),)](
+        _launch_norm(
+            (cdiv(num_parts, parts), 1, 1),
             out,
             x,
             rows,
@@ -170,7 +178,8 @@ class DeviceStates:
         gates = weights.gates
         assert gates is not None, "heads have matrices"
         programs = len(tables.items) * shape.num_groups * shape.num_heads
-        _state_step_kernel[(programs * shape.num_strips,)](
+        _launch_step(
+            (programs * shape.num_strips, 1, 1),
             x,
             weights.taps,
             weights.tap_biases,
@@ -222,7 +231,8 @@ class DeviceStates:
         u = x.new_empty(num_rows, heads, shape.value_dim, dtype=torch.float32)
         p = x.new_empty(num_rows, heads, STATE_CHUNK)
         decays = x.new_empty(num_rows, heads, dtype=torch.float32)
-        _state_intra_kernel[(heads, len(tables.chunks))](
+        _launch_intra(
+            (heads, len(tables.chunks), 1),
             x,
             y,
             lengths,
@@ -247,7 +257,8 @@ class DeviceStates:
             enable_fp_fusion=True,
         )
         columns = min(shape.value_dim, self._scan_columns)
-        _state_scan_kernel[(shape.value_dim // columns, heads, len(tables.items))](
+        _launch_scan(
+            (shape.value_dim // columns, heads, len(tables.items)),
             y,
             lengths,
             w,
@@ -298,8 +309,9 @@ class DeviceStates:
                 device=x.device,
             )
         width = shape.key_dim if weights.is_normed else WIDTH
-        blocks = triton.cdiv(shape.num_channels, width)
-        _state_convolve_kernel[(shape.num_groups * blocks, len(tables.chunks))](
+        blocks = cdiv(shape.num_channels, width)
+        _launch_convolve(
+            (shape.num_groups * blocks, len(tables.chunks), 1),
             x,
             weights.taps,
             weights.tap_biases,
@@ -328,8 +340,9 @@ class DeviceStates:
 
     def _keep_tails(self, x: Tensor, layer: int, tables: StateTables) -> None:
         shape = self._shape
-        blocks = triton.cdiv(shape.num_channels, TAIL_CHANNELS)
-        _state_tails_kernel[(shape.num_groups * blocks, len(tables.items))](
+        blocks = cdiv(shape.num_channels, TAIL_CHANNELS)
+        _launch_tails(
+            (shape.num_groups * blocks, len(tables.items), 1),
             x,
             self._tails,
             self._tail_at,

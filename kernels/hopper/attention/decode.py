@@ -37,6 +37,7 @@ from baton.kernels.hopper.attention.order import (
     num_cuts,
     row_sum,
 )
+from baton.kernels.launch import Launcher, next_power_of_2
 
 HEAD_DIMS = (64, 80, 96, 112, 128)
 MAX_GROUP = 16
@@ -57,7 +58,8 @@ def plan_decode(
     """
     count = programs or num_programs(context_lens.device, PROGRAMS)
     plan = context_lens.new_empty((count, PLAN_FIELDS))
-    _plan_decode_kernel[(count,)](
+    _launch_plan_decode(
+        (count, 1, 1),
         context_lens,
         plan,
         len(context_lens),
@@ -98,12 +100,13 @@ def one_decode_attention(
     if window is not None:
         cuts = min(cuts, most_cuts(window))
     scale_log2, cap_log2 = in_powers_of_2(scale, softcap)
-    dim = triton.next_power_of_2(head_dim)
+    dim = next_power_of_2(head_dim)
     parts = q.new_empty((batch, kv_heads, cuts, group, dim), dtype=torch.float32)
     sums = q.new_empty((batch, kv_heads, cuts, group, 2), dtype=torch.float32)
     merged = q.new_empty((batch, kv_heads), dtype=torch.int32)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    _decode_kernel[(len(plan),)](
+    _launch_decode(
+        (len(plan), 1, 1),
         q,
         pool,
         block_tables,
@@ -128,7 +131,7 @@ def one_decode_attention(
         GROUP=group,
         HEAD_DIM=head_dim,
         DIM=dim,
-        ROWS=max(16, triton.next_power_of_2(group)),
+        ROWS=max(16, next_power_of_2(group)),
         BLOCK_SIZE=block_size,
         WINDOWED=window is not None,
         CAPPED=softcap is not None,
@@ -138,7 +141,8 @@ def one_decode_attention(
         maxnreg=255,
     )
     if cuts > 1:
-        _merge_cuts_kernel[(batch * kv_heads,)](
+        _launch_merge_cuts(
+            (batch * kv_heads, 1, 1),
             context_lens,
             parts,
             sums,
@@ -149,7 +153,7 @@ def one_decode_attention(
             window or NO_WINDOW,
             KV_HEADS=kv_heads,
             GROUP=group,
-            GROUP_ROWS=triton.next_power_of_2(group),
+            GROUP_ROWS=next_power_of_2(group),
             HEAD_DIM=head_dim,
             DIM=dim,
             WINDOWED=window is not None,
@@ -259,6 +263,9 @@ def _plan_decode_kernel(
     tl.store(to + 4, tl.load(len_ptr + sequence, mask=sequence < batch, other=0))
     after = sequence + 1
     tl.store(to + 5, tl.load(len_ptr + after, mask=after < batch, other=0))
+
+
+_launch_plan_decode = Launcher(_plan_decode_kernel)
 
 
 @triton.jit
@@ -521,6 +528,9 @@ def _decode_kernel(
         tl.store(merged_ptr + line, num_merged)
 
 
+_launch_decode = Launcher(_decode_kernel)
+
+
 @triton.jit
 def _load_part(
     part_ptr: tl.tensor,
@@ -592,3 +602,6 @@ def _merge_cuts_kernel(
     result = result.to(out_ptr.dtype.element_ty)
     to = out_ptr + (line.to(tl.int64) * GROUP + g)[:, None] * HEAD_DIM + d[None, :]
     tl.store(to, result, mask=_within(is_head, d, HEAD_DIM, DIM))
+
+
+_launch_merge_cuts = Launcher(_merge_cuts_kernel)

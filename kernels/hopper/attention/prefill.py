@@ -10,7 +10,6 @@ import functools
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -23,6 +22,7 @@ from baton.kernels.cuda.paged import (
 )
 from baton.kernels.hopper.attention.prefill_kernel import prefill_kernel
 from baton.kernels.hopper.attention.prefill_plan import plan_prefill
+from baton.kernels.launch import next_power_of_2
 
 CAPABILITY = (9, 0)
 DTYPES = (torch.bfloat16, torch.float16)
@@ -70,7 +70,7 @@ def tiles_of(q: Tensor, pool: Tensor) -> tuple[Tile, Tile]:
         sizes = (128, 128, 2)
     else:
         sizes = (256, 64, 2)
-    pack = triton.next_power_of_2(q.shape[1] // pool.shape[1])
+    pack = next_power_of_2(q.shape[1] // pool.shape[1])
     return Tile(1, pack, *sizes), Tile(2, 1, *sizes)
 
 

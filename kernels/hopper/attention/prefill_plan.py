@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.kernels.cuda.paged import MAX_BATCH, NO_WINDOW
+from baton.kernels.launch import Launcher, cdiv, next_power_of_2
 
 RECORD = tl.constexpr(8)  # numbers of an item
 MAX_PROGRAMS = 256
@@ -51,10 +52,11 @@ def plan_prefill(
     num_items = num_units * kv_heads * lines
     # Each part of the heads may end within a round.
     room = num_items // num_programs + 1 + kv_heads
-    head = triton.cdiv(2 * num_programs, RECORD.value)
+    head = cdiv(2 * num_programs, RECORD.value)
     plan = context_lens.new_empty((head + num_programs * room, RECORD.value))
     units = context_lens.new_empty((2, num_units))
-    _measure_units_kernel[(batch,)](
+    _launch_measure_units(
+        (batch, 1, 1),
         query_starts,
         context_lens,
         units,
@@ -65,7 +67,8 @@ def plan_prefill(
         BLOCK=64,
         num_warps=1,
     )
-    _plan_prefill_kernel[(num_units,)](
+    _launch_plan_prefill(
+        (num_units, 1, 1),
         query_starts,
         context_lens,
         units,
@@ -82,7 +85,7 @@ def plan_prefill(
         GROUP=group,
         QUERIES=queries,
         KEYS=keys,
-        HEADS=triton.next_power_of_2(kv_heads * lines),
+        HEADS=next_power_of_2(kv_heads * lines),
         BLOCK=256,
         MAX_BATCH=MAX_BATCH,
         MAX_PROGRAMS=MAX_PROGRAMS,
@@ -125,6 +128,9 @@ def _measure_units_kernel(
         )
         tl.store(unit_ptr + base + unit, length, mask=unit < count)
         tl.store(unit_ptr + num_units + base + unit, sequence, mask=unit < count)
+
+
+_launch_measure_units = Launcher(_measure_units_kernel)
 
 
 @triton.jit
@@ -244,3 +250,6 @@ def _plan_prefill_kernel(
     tl.store(to + 5, kv_head * GROUP + line % LINES, mask=is_line)
     tl.store(to + 6, sequence, mask=is_line)
     tl.store(to + 7, context_len, mask=is_line)
+
+
+_launch_plan_prefill = Launcher(_plan_prefill_kernel)

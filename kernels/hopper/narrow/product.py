@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -31,6 +30,7 @@ from baton.kernels.hopper.narrow.streaming import (
 )
 from baton.kernels.hopper.products.gluon_product import Base
 from baton.kernels.hopper.products.product import readable
+from baton.kernels.launch import next_power_of_2
 from baton.kernels.reference import NarrowWeight
 
 WORDS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
@@ -220,7 +220,7 @@ def _launch(
         weight.parts,
         weight.tiles,
         EXPERTS=weight.experts,
-        SLOTS=triton.next_power_of_2(max(1, weight.experts)),
+        SLOTS=next_power_of_2(max(1, weight.experts)),
         KIND=weight.kind,
         PIECES=FORMATS[weight.kind].bits // 4,
         NUM_WORDS=weight.words,
