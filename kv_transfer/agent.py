@@ -328,7 +328,8 @@ class AgentTurns:
         """Return when the next turn is due if no command comes, or None.
 
         It is due at a deadline, after `poll_s` if something is under way that has no descriptor, or
-        when a transport without a thread of its own needs its next call.
+        when a transport without a thread of its own needs its next call. Where a transport tells
+        ends, one that it could not tell is found after `MAX_WAIT_S`.
         """
         times = [
             reading.stop_at_s for peer in self._peers.values() for reading in peer.reads
@@ -340,7 +341,10 @@ class AgentTurns:
             connecting = not peer.up and not peer.removed
             if connecting:
                 times.append(peer.connect_by_s)
-            if peer.num_in_flight or (connecting and peer.transport.fileno() < 0):
+            if peer.num_in_flight:
+                is_told = peer.transport.tells_ends
+                times.append(self._clock() + (MAX_WAIT_S if is_told else poll_s))
+            elif connecting and peer.transport.fileno() < 0:
                 times.append(self._clock() + poll_s)
         if self._draining:
             times.append(self._clock() + max(poll_s, QUIESCE_POLL_S))

@@ -256,6 +256,7 @@ class Transport(Protocol):
     min_chunk_bytes: int  # the least size of a chunk; 0 leaves it to the agent
     # `service` must be called this often, even if nothing is read.
     progress_s: float | None
+    tells_ends: bool  # `fileno` is readable when a read has ended, too
 
     def address(self) -> bytes:
         """Return opaque metadata with which a peer's `add_peer` can read the local pool."""

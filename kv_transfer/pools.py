@@ -216,17 +216,28 @@ def _page_up(num_bytes: int) -> int:
     return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
+class PeerCopy(Protocol):
+    """A copy that a GPU makes."""
+
+    def has_ended(self) -> bool:
+        """Return whether no byte of it can land any more. Raises `TransferError` if it failed."""
+        ...
+
+    def wait(self) -> None:
+        """Block until it has ended or failed. A thread may wait while others ask."""
+        ...
+
+
 class PeerPool(Protocol):
     """The pool of another process in this process's GPU address space."""
 
     def copy(
         self, remote: NDArray[np.int64], local: NDArray[np.int64], num_bytes: int
-    ) -> Callable[[], bool]:
+    ) -> PeerCopy:
         """Launch the copy of slices `remote` of that pool to slices `local` of ours.
 
         Slices have `num_bytes` and are numbered from the start of a pool; the caller has checked
-        the numbers. The returned function says whether the copy has ended. Both raise
-        `TransferError`.
+        the numbers. Copies end in the order of their launches. Raises `TransferError`.
         """
         ...
 

@@ -84,6 +84,7 @@ class Tier:
     connect_s = 1.0
     min_chunk_bytes = 0
     progress_s: float | None = None
+    tells_ends = False
 
     def __init__(
         self, name: TierName, store: BlockStore, pool: HostPool | DevicePool

@@ -2,17 +2,26 @@
 
 The owner lends a table of generations as `shm` lends a pool. The table proves that both are on one
 host, and shows when the owner has died. The address holds the handle of the GPU memory. A read is
-one launch. When it has ended, the generations are read again, and the read fails if a block got a
-new owner meanwhile. A launched copy cannot be stopped, so a read is quiesced only once the GPU has
-ended it. Everything that touches a GPU is in `PeerMemory`.
+one launch. A thread waits for its end, which wakes the agent. Then the generations are read again,
+and the read fails if a block got a new owner meanwhile. A launched copy cannot be stopped, so a
+read is quiesced only once the GPU has ended it. Everything that touches a GPU is in `PeerMemory`.
 """
 
+import os
+import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 
 from baton.kv_transfer.interfaces import AddPeer, PeerRank, Read
-from baton.kv_transfer.pools import DevicePool, PeerPool, PoolShape, SliceMap, SliceRead
+from baton.kv_transfer.pools import (
+    DevicePool,
+    PeerCopy,
+    PeerPool,
+    PoolShape,
+    SliceMap,
+    SliceRead,
+)
 from baton.kv_transfer.transports.addresses import (
     Address,
     Pool,
@@ -40,6 +49,7 @@ class CudaIpcTransport:
     connect_s = 10.0
     min_chunk_bytes = 1 << 30  # one launch, for which the GPU needs a few milliseconds
     progress_s: float | None = None
+    tells_ends = True
 
     def __init__(self, pool: DevicePool, epoch: Epoch) -> None:
         self._fence = make_fence()
@@ -48,10 +58,12 @@ class CudaIpcTransport:
         self._epoch = epoch
         self._links = OwnerLinks(pool.table)
         self._peers: dict[PeerRank, _OpenPeer] = {}
-        self._flights: dict[int, _Copy] = {}
+        self._flights: dict[int, _Flight] = {}
         self._next_handle = 0
         # Peers that were removed with copies in flight are unmapped when the last copy has ended.
         self._leaving: list[_OpenPeer] = []
+        self._ends = _Ends()
+        self._links.watch(self._ends.descriptor)
 
     def address(self) -> bytes:
         table = ShmAddress.here(self._links.name, self._pool.table.nonce, self._epoch)
@@ -102,18 +114,17 @@ class CudaIpcTransport:
         if table is None or found.pool is None:
             raise TransferError("the pool is not open yet")
         read = found.slices.read(command)
-        has_ended = found.pool.copy(
-            read.remote, read.local, found.slices.part.num_bytes
-        )
+        copy = found.pool.copy(read.remote, read.local, found.slices.part.num_bytes)
+        self._ends.expect(copy)
         self._next_handle += 1
-        self._flights[self._next_handle] = _Copy(command.peer, found, has_ended, read)
+        self._flights[self._next_handle] = _Flight(command.peer, found, copy, read)
         found.in_flight.add(self._next_handle)
         return self._next_handle
 
     def test(self, handle: int) -> bool:
-        copy = self._flights[handle]
+        flight = self._flights[handle]
         try:
-            ended = copy.has_ended()
+            ended = flight.copy.has_ended()
         except TransferError:
             self._drop(handle)
             raise
@@ -123,14 +134,15 @@ class CudaIpcTransport:
         # A generation is bumped before the first store of a block's next owner. So equal numbers
         # after the copy mean that nothing of the next owner was copied.
         self._fence()
-        self._table_of(copy).check_generations(copy.read.blocks, copy.read.generations)
+        read = flight.read
+        self._table_of(flight).check_generations(read.blocks, read.generations)
         return True
 
     def cancel(self, handle: int) -> bool:
         if handle not in self._flights:
             return True
         try:
-            if not self._flights[handle].has_ended():
+            if not self._flights[handle].copy.has_ended():
                 return False
         except TransferError:
             pass  # the GPU has abandoned the copy
@@ -154,12 +166,13 @@ class CudaIpcTransport:
             self.remove_peer(peer)
         self._forget_drained()
         self._links.close()
+        self._ends.close()
 
-    def _table_of(self, copy: "_Copy") -> Mapping:
+    def _table_of(self, flight: "_Flight") -> Mapping:
         """Return the owner's generations. Raises `TransferError` if the owner is gone."""
-        if self._peers.get(copy.peer) is not copy.owner:
+        if self._peers.get(flight.peer) is not flight.owner:
             raise TransferError("the peer was removed")
-        table = self._links.mapping(copy.peer)
+        table = self._links.mapping(flight.peer)
         assert table is not None, "a peer that is read has a table"
         return table
 
@@ -186,11 +199,37 @@ class _OpenPeer:
 
 
 @dataclass(slots=True, eq=False)
-class _Copy:
+class _Flight:
     peer: PeerRank
     owner: _OpenPeer
-    has_ended: Callable[[], bool]
+    copy: PeerCopy
     read: SliceRead
+
+
+class _Ends:
+    """Makes `descriptor` readable whenever a copy has ended, for which a thread waits."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._copies: SimpleQueue[PeerCopy | None] = SimpleQueue()
+        self._thread = threading.Thread(
+            target=self._run, name="ends of copies", daemon=True
+        )
+        self._thread.start()
+
+    def expect(self, copy: PeerCopy) -> None:
+        """Wait for a copy, too; they end in the order of these calls."""
+        self._copies.put(copy)
+
+    def close(self) -> None:
+        self._copies.put(None)
+        self._thread.join()
+        os.close(self.descriptor)
+
+    def _run(self) -> None:
+        while (copy := self._copies.get()) is not None:
+            copy.wait()
+            os.eventfd_write(self.descriptor, 1)
 
 
 class CudaIpcAddress(Address, frozen=True):

@@ -66,6 +66,7 @@ class NixlTransport:
     name = NAME
     connect_s = 60.0  # a cold RDMA pair may take most of it
     min_chunk_bytes = 0
+    tells_ends = False
 
     def __init__(
         self,

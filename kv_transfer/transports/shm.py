@@ -46,6 +46,7 @@ class ShmTransport:
     connect_s = 10.0
     min_chunk_bytes = 0
     progress_s: float | None = None
+    tells_ends = False
 
     def __init__(self, pool: HostPool, epoch: Epoch) -> None:
         self._fence = make_fence()
@@ -186,6 +187,7 @@ class OwnerLinks:
         self._gone: list[PeerRank] = []
         self._poller = select.epoll()
         self._exporter = PoolExporter(pool, self._poller)
+        self._watched: set[int] = set()
 
     @property
     def name(self) -> str:
@@ -229,10 +231,17 @@ class OwnerLinks:
     def fileno(self) -> int:
         return self._poller.fileno()
 
+    def watch(self, eventfd: int) -> None:
+        """Let `fileno` be readable while `eventfd` is, too; `service` empties it."""
+        self._watched.add(eventfd)
+        self._poller.register(eventfd, select.EPOLLIN)
+
     def service(self) -> list[PeerRank]:
         """Serve readers and owners, and return the peers whose processes are gone."""
         for descriptor, _ in self._poller.poll(0):
-            if descriptor in self._links:
+            if descriptor in self._watched:
+                os.eventfd_read(descriptor)
+            elif descriptor in self._links:
                 self._receive_pool(descriptor)
             else:
                 self._exporter.service(descriptor)

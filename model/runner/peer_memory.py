@@ -1,16 +1,16 @@
 """Share a GPU's pool with other processes of this host, and map their pools.
 
-The thread of the `cuda_ipc` transport calls it. Memory is shared by
-the driver's IPC handles, plain bytes: nothing that a peer sends is unpickled. Copies run on a
-stream of their own beside the steps, and an event says when one has ended. The
-driver is called through ctypes because torch offers handles only as pickles.
+The thread of the `cuda_ipc` transport calls it. Memory is shared by the driver's IPC handles, plain
+bytes: nothing that a peer sends is unpickled. Copies run on a stream of their own beside the steps,
+and an event says when one has ended. The driver is called through ctypes because torch offers
+handles only as pickles.
 """
 
 import ctypes
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 
 import msgspec
@@ -254,7 +254,7 @@ class OpenedPool:
 
     def copy(
         self, remote: NDArray[np.int64], local: NDArray[np.int64], num_bytes: int
-    ) -> Callable[[], bool]:
+    ) -> "LaunchedCopy":
         # Triton exists on Linux only and is slow to import; see `rank`.
         from baton.kernels.cuda.pool_writes import move_blocks
 
@@ -263,7 +263,7 @@ class OpenedPool:
         try:
             with torch.cuda.stream(memory.stream):
                 if self._has_engine:
-                    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                    done = event()
                     ends = memory.blocks.data_ptr(), self._blocks.data_ptr()
                     stream = memory.stream.cuda_stream
                     for first, other, count in runs_of(local, remote):
@@ -280,19 +280,38 @@ class OpenedPool:
                 done.record(memory.stream)
         except (RuntimeError, torch.AcceleratorError) as error:
             raise TransferError(f"the GPU cannot copy: {_first_line(error)}") from error
-
-        def has_ended() -> bool:
-            try:
-                return bool(done.query())  # type: ignore[no-untyped-call]
-            except (RuntimeError, torch.AcceleratorError) as error:
-                raise TransferError(
-                    f"the GPU could not copy: {_first_line(error)}"
-                ) from error
-
-        return has_ended
+        return LaunchedCopy(done, memory.blocks.device)
 
     def close(self) -> None:
         self._memory.driver.close(self._base)
+
+
+class LaunchedCopy:
+    """The `PeerCopy` behind which the event `done` was recorded."""
+
+    def __init__(self, done: torch.cuda.Event, device: torch.device) -> None:
+        self._done = done
+        self._device = device
+
+    def has_ended(self) -> bool:
+        try:
+            return bool(self._done.query())  # type: ignore[no-untyped-call]
+        except (RuntimeError, torch.AcceleratorError) as error:
+            raise TransferError(
+                f"the GPU could not copy: {_first_line(error)}"
+            ) from error
+
+    def wait(self) -> None:
+        # `has_ended` raises the error.
+        with suppress(RuntimeError, torch.AcceleratorError):
+            # Another thread would begin to use the first GPU otherwise.
+            torch.cuda.set_device(self._device)
+            self._done.synchronize()
+
+
+def event() -> torch.cuda.Event:
+    """Return an event for which a thread can wait without taking a CPU."""
+    return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
 
 class BlockIds:
@@ -323,7 +342,7 @@ class BlockIds:
         numbers[count : 2 * count] = local
         whole = buffer.on_device[: 2 * count]
         whole.copy_(buffer.host[: 2 * count], non_blocking=True)
-        buffer.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        buffer.done = event()
         return whole.view(2, count), buffer.done
 
 

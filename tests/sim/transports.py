@@ -92,6 +92,7 @@ class SimTransport:
     connect_s = 5.0
     min_chunk_bytes = 0
     progress_s: float | None = None
+    tells_ends = False
 
     def __init__(self, world: "World", own: Owner, rank: int) -> None:
         self._world = world

@@ -1,13 +1,14 @@
 """A GPU's memory for tests of `cuda_ipc`: pools are memfds, and a launched copy ends only later.
 
 A handle names a descriptor of the owner's process, so it is worth nothing once that has ended. Half
-of a copy's blocks are there at once and the rest lands when its end is asked for again and again:
-code that reuses or unmaps blocks too early sees it.
+of a copy's blocks are there at once, and the rest lands `COPY_S` after somebody has begun to wait
+for it: code that reuses or unmaps blocks too early sees it.
 """
 
 import mmap
 import os
 import threading
+import time
 import zlib
 from collections.abc import Callable, Sequence
 
@@ -19,7 +20,7 @@ from baton.kv_transfer.pools import DevicePool, HostPool, PoolShape
 from baton.kv_transfer.transports.shm import copy_blocks, slice_view
 from baton.protocol.errors import ConfigError, TransferError
 
-TESTS_UNTIL_IT_ENDS = 4
+COPY_S = 0.002  # a GPU's own time
 GPU = "GPU-0"
 
 
@@ -78,29 +79,17 @@ class MemfdPool:
         self._own = own
         self._file = file
         self._shape = shape
-        self._num_in_flight = 0
+        self.num_in_flight = 0
 
     def copy(
         self, remote: NDArray[np.int64], local: NDArray[np.int64], num_bytes: int
-    ) -> Callable[[], bool]:
-        self._num_in_flight += 1
+    ) -> "MemfdCopy":
+        self.num_in_flight += 1
         half = len(remote) // 2
-        self._copy(remote[:half], local[:half], num_bytes)
-        tests_left = TESTS_UNTIL_IT_ENDS
+        self.move(remote[:half], local[:half], num_bytes)
+        return MemfdCopy(self, (remote[half:], local[half:]), num_bytes)
 
-        def has_ended() -> bool:
-            nonlocal tests_left
-            tests_left -= 1
-            if tests_left > 0:
-                return False
-            assert tests_left == 0, "an end is told once"
-            self._copy(remote[half:], local[half:], num_bytes)
-            self._num_in_flight -= 1
-            return True
-
-        return has_ended
-
-    def _copy(
+    def move(
         self, remote: NDArray[np.int64], local: NDArray[np.int64], num_bytes: int
     ) -> None:
         part = BlockSlice(0, 0, num_bytes)
@@ -108,8 +97,32 @@ class MemfdPool:
         copy_blocks(target, local, slice_view(self._file, self._shape, part), remote)
 
     def close(self) -> None:
-        assert not self._num_in_flight, "unmapped under a copy"
+        assert not self.num_in_flight, "unmapped under a copy"
         self._file.close()
+
+
+class MemfdCopy:
+    """The `PeerCopy` of slices that have not landed yet."""
+
+    def __init__(
+        self,
+        pool: MemfdPool,
+        slices: tuple[NDArray[np.int64], NDArray[np.int64]],
+        num_bytes: int,
+    ) -> None:
+        self._pool = pool
+        self._slices = slices
+        self._num_bytes = num_bytes
+        self._has_ended = False
+
+    def has_ended(self) -> bool:
+        return self._has_ended
+
+    def wait(self) -> None:
+        time.sleep(COPY_S)
+        self._pool.move(*self._slices, self._num_bytes)
+        self._pool.num_in_flight -= 1
+        self._has_ended = True
 
 
 def device_pool(pool: HostPool, *, num_spare: int = 0, **memory: object) -> DevicePool:

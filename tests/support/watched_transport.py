@@ -15,6 +15,7 @@ class WatchedTransport:
         self.connect_s = inner.connect_s
         self.min_chunk_bytes = inner.min_chunk_bytes
         self.progress_s = inner.progress_s
+        self.tells_ends = inner.tells_ends
         self._inner = inner
         self._landed = landed
         self._slices: dict[PeerRank, BlockSlice] = {}

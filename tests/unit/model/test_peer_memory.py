@@ -78,7 +78,7 @@ def driver(monkeypatch: pytest.MonkeyPatch, library: Library) -> CudaDriver:
 @pytest.fixture
 def events(monkeypatch):
     event = SimpleNamespace(record=lambda _: None, query=lambda: True)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
 
 
@@ -94,7 +94,7 @@ def test_over_pcie_the_copy_engine_moves_neighbours_at_once(monkeypatch):
     pool = OpenedPool(memory, theirs, 0, has_engine=True)
     # Halves of blocks.
     remote, local = np.array([4, 5, 6, 1, 9]), np.array([7, 8, 9, 10, 3])
-    assert pool.copy(remote, local, SLICE_BYTES)()
+    assert pool.copy(remote, local, SLICE_BYTES).has_ended()
     expected = torch.zeros(18, 8, dtype=torch.int32)
     expected[local] = theirs.view(-1, 8)[remote]
     assert torch.equal(ours.view(-1, 8), expected)
@@ -111,7 +111,7 @@ def test_copies_that_run_at_once_have_numbers_of_their_own(monkeypatch):
     """A buffer is taken again once its copy has ended, and a larger one replaces those."""
     events: list[SimpleNamespace] = []
 
-    def event() -> SimpleNamespace:
+    def event(**_: object) -> SimpleNamespace:
         made = SimpleNamespace(has_happened=False)
         made.query = lambda: made.has_happened
         events.append(made)

@@ -2,11 +2,17 @@
 
 import select
 import threading
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import pytest
 
-from baton.kv_transfer.agent import AgentLimits, AgentTurns, TransferAgent, make_port
+from baton.kv_transfer.agent import (
+    MAX_WAIT_S,
+    AgentLimits,
+    AgentTurns,
+    TransferAgent,
+    make_port,
+)
 from baton.kv_transfer.interfaces import (
     AddPeer,
     AgentEvent,
@@ -43,6 +49,7 @@ class ScriptedTransport:
     connect_s = 10.0
     min_chunk_bytes = 0
     progress_s: float | None = None
+    tells_ends = False
 
     def __init__(self) -> None:
         self.up: set[PeerRank] = {A, B}
@@ -264,6 +271,35 @@ def test_only_what_has_no_descriptor_is_polled():
     driven.turns.handle(read(1, 4))
     driven.settle()
     assert driven.turns.wake_at_s(0.001) == 100.001
+    driven.transport.progress_s = None
+    driven.transport.tells_ends = True
+    assert driven.turns.wake_at_s(0.001) == 100.0 + MAX_WAIT_S
+
+
+def test_the_end_of_a_gpus_copy_wakes_the_agent(monkeypatch):
+    monkeypatch.setattr("baton.kv_transfer.agent.MAX_WAIT_S", 60.0)
+    monkeypatch.setattr("baton.kv_transfer.agent.MIN_WAIT_S", 60.0)
+    config = TransferConfig(transport="cuda_ipc")
+    with ExitStack() as stack:
+        agents = []
+        for name in "ab":
+            memory = stack.enter_context(closing(HostPool(5, 4096)))
+            memory.buffer[:] = name.encode() * len(memory.buffer)
+            pool = stack.enter_context(closing(device_pool(memory, num_spare=1)))
+            agent = make_port(pool, Epoch(name), config)
+            agents.append(stack.enter_context(closing(agent)))
+        owner, reader = agents
+        whole = BlockSlice(0, 0, 4096)
+        reader.send(AddPeer(A, "cuda_ipc", owner.address(), 4, 4096, whole))
+        reader.send(Read(1, A, (0, 1, 2, 3), (3, 2, 1, 0), (0,) * 4))
+        ends: list[AgentEvent] = []
+        while len(ends) < 2:
+            assert select.select([reader.fileno()], [], [], 10.0)[0]
+            ends += reader.poll()
+        assert ends[0] == PeerUp(A, "cuda_ipc")
+        assert isinstance(ends[1], ReadEnded)
+        assert (ends[1].failure, ends[1].num_bytes) == (None, 4 * 4096)
+        assert bytes(memory.buffer[: 4 * 4096]) == b"a" * 4 * 4096
 
 
 def test_the_agent_of_a_gpu_sums_slices_of_its_pool_on_its_own_thread():
