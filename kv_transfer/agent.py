@@ -28,6 +28,7 @@ from baton.kv_transfer.interfaces import (
     ClearTier,
     PeerDown,
     PeerRank,
+    PeerTransport,
     PeerUp,
     Read,
     ReadDrained,
@@ -40,6 +41,7 @@ from baton.kv_transfer.interfaces import (
 )
 from baton.kv_transfer.pools import DevicePool, HostPool
 from baton.kv_transfer.transports import make_transports
+from baton.kv_transfer.trials import Trials
 from baton.protocol.blocks import HASH_BYTES
 from baton.protocol.config import TransferConfig
 from baton.protocol.errors import Cancelled, Failure, InvariantBroken, TransferError
@@ -89,7 +91,7 @@ class TransferAgent:
 
     def __init__(
         self,
-        transports: Sequence[Transport],
+        transports: Sequence[PeerTransport],
         limits: AgentLimits | None = None,
         checksums: Checksums | None = None,
         enter: Callable[[], None] | None = None,
@@ -97,7 +99,7 @@ class TransferAgent:
     ) -> None:
         """Start the thread, which calls `enter` first to make its GPU current."""
         self._enter = enter
-        self._transports = (*transports, *tiers)
+        self._transports: tuple[Transport, ...] = (*transports, *tiers)
         self._turns = AgentTurns(
             transports, limits or AgentLimits(), boottime, checksums, tiers
         )
@@ -240,6 +242,7 @@ class _ReadablePeer:
     # added again.
     next_command: AddPeer | None = None
     reads: deque[_Reading] = field(default_factory=deque)
+    trials: Trials | None = None  # until its fastest transport is known
 
     @property
     def num_in_flight(self) -> int:
@@ -251,7 +254,7 @@ class AgentTurns:
 
     def __init__(
         self,
-        transports: Sequence[Transport],
+        transports: Sequence[PeerTransport],
         limits: AgentLimits,
         clock: Clock,
         checksums: Checksums | None = None,
@@ -262,6 +265,7 @@ class AgentTurns:
         self._clock = clock
         self._checksums = checksums
         self._tiers: dict[str, TierTransport] = {tier.name: tier for tier in tiers}
+        self._of_peers = {transport.name: transport for transport in transports}
         self._transports: dict[str, Transport] = {
             transport.name: transport for transport in (*transports, *tiers)
         }
@@ -312,6 +316,7 @@ class AgentTurns:
             moved |= self._end_chunks(now_s, peer)
             if peer.up and not peer.removed:
                 moved |= self._post_chunk(peer)
+                moved |= self._try_others(now_s, peer)
             if peer.removed and not peer.reads:
                 self._forget(now_s, peer)
         self._end_draining()
@@ -344,7 +349,9 @@ class AgentTurns:
             if peer.num_in_flight:
                 is_told = peer.transport.tells_ends
                 times.append(self._clock() + (MAX_WAIT_S if is_told else poll_s))
-            elif connecting and peer.transport.fileno() < 0:
+            elif peer.trials is not None or (
+                connecting and peer.transport.fileno() < 0
+            ):
                 times.append(self._clock() + poll_s)
         if self._draining:
             times.append(self._clock() + max(poll_s, QUIESCE_POLL_S))
@@ -356,7 +363,7 @@ class AgentTurns:
             if known.removed:
                 known.next_command = command
             elif known.up:
-                self._events.append(PeerUp(command.peer, command.transport))
+                self._events.append(PeerUp(command.peer, known.transport.name))
             return
         try:
             transport = self._transports.get(command.transport)
@@ -380,6 +387,26 @@ class AgentTurns:
             self._lose(now_s, peer.command.peer, error)
         if peer.up:
             self._events.append(PeerUp(peer.command.peer, peer.transport.name))
+            peer.trials = self._trials_of(peer.command)
+
+    def _trials_of(self, command: AddPeer) -> Trials | None:
+        """Return the trials of a peer; None if one transport alone can read it."""
+        others = [
+            self._of_peers[name] for name in command.others if name in self._of_peers
+        ]
+        if not others:
+            return None
+        return Trials(command, self._of_peers[command.transport], others)
+
+    def _try_others(self, now_s: float, peer: _ReadablePeer) -> bool:
+        if peer.trials is None or peer.reads:
+            return False
+        moved = peer.trials.turn(now_s)
+        if peer.trials.winner is not None:
+            peer.transport = peer.trials.winner
+            peer.trials.leave()
+            peer.trials = None
+        return moved
 
     def _lose(self, now_s: float, owner: PeerRank, error: TransferError) -> None:
         peer = self._peers.get(owner)
@@ -395,6 +422,8 @@ class AgentTurns:
         self._end_chunks(now_s, peer)
 
     def _forget(self, now_s: float, peer: _ReadablePeer) -> None:
+        if peer.trials is not None:
+            peer.trials.leave()
         peer.transport.remove_peer(peer.command.peer)
         del self._peers[peer.command.peer]
         if peer.next_command is not None:

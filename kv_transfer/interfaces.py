@@ -69,7 +69,8 @@ class AgentMessage(msgspec.Struct, frozen=True, tag=True):
 class AddPeer(AgentMessage, frozen=True):
     """Makes a rank's pool readable, in the background. PeerUp or PeerDown follows.
 
-    `block_bytes` is the size of that pool's blocks. Every read copies `part` of each block.
+    `block_bytes` is the size of that pool's blocks. Every read copies `part` of each block. Once
+    `transport` is up, it and `others` are tried, and the fastest makes all later reads.
     """
 
     peer: PeerRank
@@ -78,6 +79,7 @@ class AddPeer(AgentMessage, frozen=True):
     num_blocks: int
     block_bytes: int
     part: BlockSlice
+    others: tuple[str, ...] = ()
 
 
 class RemovePeer(AgentMessage, frozen=True):
@@ -242,6 +244,9 @@ class PoolMemory(msgspec.Struct, frozen=True):
     num_spare: int = 0
 
 
+TRIAL_BLOCKS = 8  # those of a short prompt
+
+
 class Transport(Protocol):
     """Reads peers' blocks into the local pool, in the agent's thread.
 
@@ -295,6 +300,17 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class PeerTransport(Transport, Protocol):
+    """A transport that may be tried beside others."""
+
+    def trial(self, peer: PeerRank) -> int:
+        """Post a read of the first `TRIAL_BLOCKS` blocks of a connected peer, or of all.
+
+        Return its handle. The bytes land in memory of no block. Raises `TransferError`.
+        """
+        ...
 
 
 class TierTransport(Transport, Protocol):

@@ -22,7 +22,7 @@ from baton.kv_transfer.interfaces import (
     PeerRank,
     RemovePeer,
 )
-from baton.kv_transfer.transports import choose_transport
+from baton.kv_transfer.transports import usable_transports
 from baton.protocol.config import TransferConfig
 from baton.protocol.errors import Failure, TransferError
 from baton.protocol.ids import Epoch, NodeId
@@ -262,18 +262,19 @@ class PeerTable:
         edge = link.edge
         address = info.ranks[edge.source]
         ours = self._node.ranks[edge.target]
-        transport = choose_transport(
+        first, *others = usable_transports(
             address, ours, self._transfer.transport, peer.failed
         )
         link.state = LinkState.ADDING
-        link.transport = transport
+        link.transport = first
         add = AddPeer(
             _owner(peer, link),
-            transport,
+            first,
             address,
             info.num_blocks,
             info.layout.block_bytes,
             edge.part,
+            tuple(others),
         )
         out.command(edge.target, add)
 

@@ -241,6 +241,10 @@ class PeerPool(Protocol):
         """
         ...
 
+    def trial(self, num_blocks: int) -> PeerCopy:
+        """Launch a copy of the first blocks of that pool to memory of no block."""
+        ...
+
     def close(self) -> None:
         """Unmap the pool. No copy of it may be in flight."""
         ...

@@ -672,7 +672,7 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transport: Annotated[
         TransportChoice,
         about(
-            "how KV blocks travel; auto takes shm or cuda_ipc within a host, and nixl between"
+            "how KV blocks travel; auto takes the fastest: shm or cuda_ipc within a host, or nixl"
         ),
     ] = "auto"
     lease_s: Annotated[

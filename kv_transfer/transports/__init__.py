@@ -2,13 +2,13 @@
 
 `TRANSPORTS` is the table of them; each one's file says what it needs. A setting can force one.
 Nothing is tried here: if a pair cannot connect, the connector chooses again without the transport
-that failed.
+that failed, and where several can read a peer, `trials` finds the fastest.
 """
 
 import os
 from collections.abc import Collection, Sequence
 
-from baton.kv_transfer.interfaces import Transport
+from baton.kv_transfer.interfaces import PeerTransport
 from baton.kv_transfer.pools import DevicePool
 from baton.kv_transfer.transports.addresses import Pool, TransportKind
 from baton.kv_transfer.transports.cuda_ipc import CUDA_IPC
@@ -23,13 +23,13 @@ from baton.runtime.log import logger
 
 log = logger("transfer")
 
-# The quickest first. Those that go far come last.
+# In the order in which a pair takes them before they are tried. Those that go far come last.
 TRANSPORTS: tuple[TransportKind, ...] = (CUDA_IPC, SHM, NIXL)
 
 
 def make_transports(
     pool: Pool, epoch: Epoch, config: TransferConfig
-) -> list[Transport]:
+) -> list[PeerTransport]:
     """Return the transports of one rank. Raises `ConfigError` if `config.transport` cannot work.
 
     `auto` adds one that goes far only where a peer may need it (`_may_go_far`). Each transport that
@@ -41,7 +41,7 @@ def make_transports(
     kinds = [
         kind for kind in TRANSPORTS if not is_forced or kind.name == config.transport
     ]
-    transports: list[Transport] = []
+    transports: list[PeerTransport] = []
     for index, kind in enumerate(kinds):
         can_lend = isinstance(pool, kind.lends)
         if is_forced and not can_lend:
@@ -95,21 +95,32 @@ def choose_transport(
     forced: TransportChoice,
     failed: Collection[str] = (),
 ) -> str:
-    """Return the transport by which `target` reads `source`. Raises `TransferError` if none works.
+    """Return the first of `usable_transports`."""
+    return usable_transports(source, target, forced, failed)[0]
 
-    `failed` are the transports that did not connect this pair.
+
+def usable_transports(
+    source: RankAddress,
+    target: RankAddress,
+    forced: TransportChoice,
+    failed: Collection[str] = (),
+) -> tuple[str, ...]:
+    """Return the transports by which `target` may read `source`, the first choice first.
+
+    `failed` are the transports that did not connect this pair. Raises `TransferError` if none is
+    left.
     """
     names = (source.metadata.keys() & target.metadata.keys()) - {*failed}
     common = [kind for kind in TRANSPORTS if kind.name in names]
-    usable = [
+    usable = tuple(
         kind.name
         for kind in common
         if kind.can_read(source.metadata[kind.name], target.metadata[kind.name])
-    ]
+    )
     if forced == "auto" and usable:
-        return usable[0]
+        return usable
     if forced in usable:
-        return forced
+        return (forced,)
     reason = (
         f"prefill offers {_names(source)}, decode can use {_names(target)}, and no transport "
         "serves both where they run"
@@ -119,15 +130,15 @@ def choose_transport(
     raise TransferError(prefix + reason, code="no_transport")
 
 
-def _may_go_far(pool: Pool, config: TransferConfig, near: list[Transport]) -> bool:
-    """Return whether some peer may need a transport that goes far.
+def _may_go_far(pool: Pool, config: TransferConfig, near: list[PeerTransport]) -> bool:
+    """Return whether a transport that goes far may be needed, or be the fastest.
 
     It takes time to load, registers the whole pool and makes progress for ever. Without a network
-    device, it reaches only what a near transport reaches faster, except GPUs of this host that
-    this one does not see.
+    device, it reaches no CPU that shared memory does not reach faster. Between GPUs of one host it
+    may be faster than `cuda_ipc`, as between two processes on one H200, so trials decide.
     """
-    sees_few = isinstance(pool, DevicePool) and len(pool.peers.visible) < num_gpus()
-    return bool(config.device) or not near or sees_few
+    has_others = isinstance(pool, DevicePool) and num_gpus() > 1
+    return bool(config.device) or not near or has_others
 
 
 def _names(rank: RankAddress) -> str:

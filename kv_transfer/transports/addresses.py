@@ -10,7 +10,7 @@ from typing import Self
 
 import msgspec
 
-from baton.kv_transfer.interfaces import Transport
+from baton.kv_transfer.interfaces import PeerTransport
 from baton.kv_transfer.pools import NONCE_BYTES, DevicePool, HostPool
 from baton.protocol.config import TransferConfig
 from baton.protocol.errors import TransferError
@@ -25,7 +25,7 @@ class TransportKind:
 
     name: str
     # Returns the transport of one rank. Raises `ConfigError` where it cannot work.
-    make: Callable[[Pool, Epoch, TransferConfig], Transport]
+    make: Callable[[Pool, Epoch, TransferConfig], PeerTransport]
     lends: tuple[type[Pool], ...]  # the kinds of pools that it can lend
     # Returns what follows its name in a text of `NodeInfo.reaches`: where both ends must be.
     reach: Callable[[TransferConfig], str]

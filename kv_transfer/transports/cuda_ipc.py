@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
-from baton.kv_transfer.interfaces import AddPeer, PeerRank, Read
+from baton.kv_transfer.interfaces import TRIAL_BLOCKS, AddPeer, PeerRank, Read
 from baton.kv_transfer.pools import (
     DevicePool,
     PeerCopy,
@@ -115,10 +115,20 @@ class CudaIpcTransport:
             raise TransferError("the pool is not open yet")
         read = found.slices.read(command)
         copy = found.pool.copy(read.remote, read.local, found.slices.part.num_bytes)
-        self._ends.expect(copy)
+        return self._flying(_Flight(command.peer, found, copy, read))
+
+    def trial(self, peer: PeerRank) -> int:
+        found = self._peers[peer]
+        if found.pool is None:
+            raise TransferError("the pool is not open yet")
+        num_blocks = min(TRIAL_BLOCKS, found.slices.theirs.num_blocks)
+        return self._flying(_Flight(peer, found, found.pool.trial(num_blocks)))
+
+    def _flying(self, flight: "_Flight") -> int:
+        self._ends.expect(flight.copy)
         self._next_handle += 1
-        self._flights[self._next_handle] = _Flight(command.peer, found, copy, read)
-        found.in_flight.add(self._next_handle)
+        self._flights[self._next_handle] = flight
+        flight.owner.in_flight.add(self._next_handle)
         return self._next_handle
 
     def test(self, handle: int) -> bool:
@@ -135,6 +145,8 @@ class CudaIpcTransport:
         # after the copy mean that nothing of the next owner was copied.
         self._fence()
         read = flight.read
+        if read is None:
+            return True
         self._table_of(flight).check_generations(read.blocks, read.generations)
         return True
 
@@ -203,7 +215,7 @@ class _Flight:
     peer: PeerRank
     owner: _OpenPeer
     copy: PeerCopy
-    read: SliceRead
+    read: SliceRead | None = None  # None of a trial
 
 
 class _Ends:

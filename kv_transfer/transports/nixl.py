@@ -1,11 +1,12 @@
 """Reads through NIXL over UCX: between hosts, and between GPUs.
 
-A warm-up read connects each pair. Between GPUs it lands in a spare block of the pool, because UCX
-would read GPU memory into host memory by TCP, which would prove nothing. Each peer has a descriptor
-list with the slice of every block that is read there, and reads name blocks in it by index. Giving
-up a read in flight does not stop it: in a measurement, all of its bytes landed after its handle was
-released and its peer removed. So only a read that has ended, or that failed because its connection
-broke, counts as quiesced. A read of a frozen peer never ends; the agent keeps the deadlines.
+A warm-up read connects each pair. Between GPUs it lands in a spare block of the pool, as trials do,
+because UCX would read GPU memory into host memory by TCP, which would prove nothing. Each peer has
+a descriptor list with the slice of every block that is read there, and reads name blocks in it by
+index. Giving up a read in flight does not stop it: in a measurement, all of its bytes landed after
+its handle was released and its peer removed. So only a read that has ended, or that failed because
+its connection broke, counts as quiesced. A read of a frozen peer never ends; the agent keeps the
+deadlines.
 """
 
 import contextlib
@@ -18,7 +19,14 @@ from typing import Annotated, Self
 import msgspec
 import numpy as np
 
-from baton.kv_transfer.interfaces import AddPeer, BlockSlice, PeerRank, PoolMemory, Read
+from baton.kv_transfer.interfaces import (
+    TRIAL_BLOCKS,
+    AddPeer,
+    BlockSlice,
+    PeerRank,
+    PoolMemory,
+    Read,
+)
 from baton.kv_transfer.pools import DevicePool, HostPool, PoolShape, SliceMap
 from baton.kv_transfer.transports.addresses import Address, Pool, TransportKind, here
 from baton.kv_transfer.transports.nixl_binding import (
@@ -48,6 +56,8 @@ WITHOUT_CUDA = (
     "; its UCX cannot use this GPU: install the wheel for this driver's CUDA (nixl-cu13 or "
     "nixl-cu12), or leave transfer.transport at auto, which serves the GPUs of one host without it"
 )
+# The end of a spare block, where `cuda_ipc` has its proof.
+SPARE_END_BYTES = 64
 CLOSE_WAIT_S = 1.0
 CLOSE_POLL_S = 0.001
 
@@ -86,8 +96,8 @@ class NixlTransport:
         self._agent, self._errors = make_agent(
             self._agent_name, network_device, is_on_gpu=is_on_gpu, has_thread=has_thread
         )
-        # Where warm-ups of CPU pools land.
-        self._scratch = np.zeros(WARM_UP_BYTES, np.uint8)
+        # Where warm-ups and trials of CPU pools land.
+        self._scratch = np.zeros(max(WARM_UP_BYTES, memory.block_bytes), np.uint8)
         try:
             self._sink = self._register()
         except self._errors.at_start as error:
@@ -114,20 +124,23 @@ class NixlTransport:
         kind, device = segment(memory.device)
         size = (memory.num_blocks + memory.num_spare) * memory.block_bytes
         self._agent.register_memory([(memory.address, size, device, "")], kind)
-        sink = int(self._scratch.ctypes.data)
-        sink_kind = "DRAM"
-        if memory.num_spare:
-            sink = self._spare
-            sink_kind = kind
-        else:
-            self._agent.register_memory([(sink, WARM_UP_BYTES, 0, "")], "DRAM")
-        row = one_row(sink, warm_up_bytes(memory.block_bytes), device)
-        return self._agent.prep_xfer_dlist("", row, sink_kind)
+        if not memory.num_spare:
+            scratch = self._scratch
+            row = (scratch.ctypes.data, scratch.nbytes, 0, "")
+            self._agent.register_memory([row], "DRAM")
+        return self._sink_of(warm_up_bytes(memory.block_bytes))
 
-    @property
-    def _spare(self) -> int:
-        """Return the address of the spare block, which no sequence owns."""
-        return self._memory.address + self._memory.num_blocks * self._memory.block_bytes
+    def _sink_of(self, num_bytes: int) -> Releasable:
+        """Return where reads land that no sequence wants: in the spare block, or in host memory."""
+        memory = self._memory
+        kind, device = segment(memory.device)
+        if memory.num_spare:
+            address = memory.address + memory.num_blocks * memory.block_bytes
+            return self._agent.prep_xfer_dlist(
+                "", one_row(address, num_bytes, device), kind
+            )
+        address = int(self._scratch.ctypes.data)
+        return self._agent.prep_xfer_dlist("", one_row(address, num_bytes, 0), "DRAM")
 
     def address(self) -> bytes:
         memory = self._memory
@@ -237,9 +250,39 @@ class NixlTransport:
             raise self._failed(found, error) from error
         except self._errors.all:
             state = "ERR"  # some of its descriptors may have been posted
+        return self._flying(_Flight(handle, found, state))
+
+    def trial(self, peer: PeerRank) -> int:
+        found = self._peer(peer)
+        try:
+            if found.trial is None:
+                found.trial = self._trial_of(found.where)
+            sink, source, num_blocks = found.trial
+            zeros = np.zeros(num_blocks, np.int32)
+            handle = self._agent.make_prepped_xfer(
+                "READ", sink, zeros, source, np.arange(num_blocks, dtype=np.int32)
+            )
+            return self._flying(_Flight(handle, found, self._agent.transfer(handle)))
+        except self._errors.all as error:
+            raise self._failed(found, error) from error
+
+    def _trial_of(self, where: "NixlAddress") -> tuple[Releasable, Releasable, int]:
+        """Return where trials land, what they read, and the number of blocks."""
+        size = min(where.block_bytes, self._memory.block_bytes)
+        num_bytes = max(warm_up_bytes(size), size - SPARE_END_BYTES)
+        num_blocks = min(TRIAL_BLOCKS, where.num_blocks)
+        memory = PoolMemory(
+            where.pool_address, num_blocks, where.block_bytes, where.device
+        )
+        kind, _ = segment(where.device)
+        rows = block_rows(memory, 0, num_bytes)
+        source = self._agent.prep_xfer_dlist(where.agent, rows, kind)
+        return self._sink_of(num_bytes), source, num_blocks
+
+    def _flying(self, flight: "_Flight") -> int:
         self._next_handle += 1
-        self._reads[self._next_handle] = _Flight(handle, found, state)
-        found.num_in_flight += 1
+        self._reads[self._next_handle] = flight
+        flight.peer.num_in_flight += 1
         return self._next_handle
 
     def test(self, handle: int) -> bool:
@@ -367,6 +410,7 @@ class _PreparedPeer:
     target: Releasable  # the same slices of ours; the transport's own
     source: Releasable  # of the warm-up
     warm_up: "_Flight | None" = None
+    trial: tuple[Releasable, Releasable, int] | None = None
     num_in_flight: int = 0
     gone: bool = False
     give_up_s: float = 0.0  # of a warm-up, once the peer was removed
@@ -376,6 +420,9 @@ class _PreparedPeer:
             self.warm_up.release()
         self.slices.release()
         self.source.release()
+        if self.trial is not None:
+            for part in self.trial[:2]:
+                part.release()
 
 
 @dataclass(slots=True, eq=False)

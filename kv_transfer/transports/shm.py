@@ -26,7 +26,13 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.kv_transfer.interfaces import AddPeer, BlockSlice, PeerRank, Read
+from baton.kv_transfer.interfaces import (
+    TRIAL_BLOCKS,
+    AddPeer,
+    BlockSlice,
+    PeerRank,
+    Read,
+)
 from baton.kv_transfer.pools import NONCE_BYTES, HostPool, PoolShape, SliceMap
 from baton.kv_transfer.transports.addresses import Pool, ShmAddress, TransportKind, here
 from baton.protocol.config import TransferConfig
@@ -91,6 +97,17 @@ class ShmTransport:
         # owner, so equal numbers mean that nothing of the next owner was copied.
         self._fence()
         mapping.check_generations(read.blocks, read.generations)
+        self._next_handle += 1
+        self._ended.add(self._next_handle)
+        return self._next_handle
+
+    def trial(self, peer: PeerRank) -> int:
+        mapping = self._links.mapping(peer)
+        if mapping is None:
+            raise TransferError("the pool is not mapped yet")
+        shape = mapping.shape
+        num_bytes = min(TRIAL_BLOCKS, shape.num_blocks) * shape.block_bytes
+        np.frombuffer(mapping.file, np.uint8, num_bytes).copy()
         self._next_handle += 1
         self._ended.add(self._next_handle)
         return self._next_handle

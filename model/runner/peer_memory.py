@@ -98,6 +98,7 @@ class CudaPeerMemory:
         self.blocks: Tensor = whole  # [num_blocks + 1, words of a block] int32
         self.stream: torch.cuda.Stream | None = None
         self.ids = BlockIds(self.device)
+        self.scratch: Tensor | None = None  # [1, words of a block], where trials land
         # What the thread that reads tiers has of its own: pinned memory of a block, and a stream.
         self._filling: tuple[Tensor, torch.cuda.Stream] | None = None
         self.driver = CudaDriver()
@@ -130,6 +131,7 @@ class CudaPeerMemory:
         # A thread has no CUDA context before its first call that needs one, but UCX requires it.
         torch.cuda.synchronize(self.device)
         self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self.scratch = torch.empty_like(self.blocks[:1])
         spare = np.array([len(self.blocks) - 1])
         # Compile both kernels.
         OpenedPool(self, self.blocks, 0).copy(spare, spare, 4 * self.blocks.shape[1])
@@ -255,6 +257,21 @@ class OpenedPool:
     def copy(
         self, remote: NDArray[np.int64], local: NDArray[np.int64], num_bytes: int
     ) -> "LaunchedCopy":
+        return self._launched(self._memory.blocks, remote, local, num_bytes)
+
+    def trial(self, num_blocks: int) -> "LaunchedCopy":
+        scratch = self._memory.scratch
+        assert scratch is not None, "the agent's thread entered"
+        blocks = np.arange(num_blocks)
+        return self._launched(scratch, blocks, 0 * blocks, 4 * scratch.shape[1])
+
+    def _launched(
+        self,
+        target: Tensor,
+        remote: NDArray[np.int64],
+        local: NDArray[np.int64],
+        num_bytes: int,
+    ) -> "LaunchedCopy":
         # Triton exists on Linux only and is slow to import; see `rank`.
         from baton.kernels.cuda.pool_writes import move_blocks
 
@@ -264,17 +281,19 @@ class OpenedPool:
             with torch.cuda.stream(memory.stream):
                 if self._has_engine:
                     done = event()
-                    ends = memory.blocks.data_ptr(), self._blocks.data_ptr()
+                    into, out_of = target.data_ptr(), self._blocks.data_ptr()
                     stream = memory.stream.cuda_stream
                     for first, other, count in runs_of(local, remote):
-                        target = ends[0] + first * num_bytes
-                        source = ends[1] + other * num_bytes
-                        memory.driver.copy(target, source, count * num_bytes, stream)
+                        memory.driver.copy(
+                            into + first * num_bytes,
+                            out_of + other * num_bytes,
+                            count * num_bytes,
+                            stream,
+                        )
                 else:
                     ids, done = memory.ids.sent(remote, local)
                     theirs, ours = (
-                        pool.view(-1, num_bytes // 4)
-                        for pool in (self._blocks, memory.blocks)
+                        pool.view(-1, num_bytes // 4) for pool in (self._blocks, target)
                     )
                     move_blocks(theirs, ids[0], ours, ids[1])
                 done.record(memory.stream)

@@ -9,7 +9,7 @@ import os
 import random
 import select
 import socket
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import msgspec
 import pytest
@@ -33,6 +33,7 @@ from baton.protocol.config import TransportChoice
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import RankAddress
 from tests.support.transfer_peer import PeerOptions, TransferPeer, wrong_addresses
+from tests.support.waiting import until
 
 LIMITS = AgentLimits(chunk_bytes=256 << 10)
 NUM_BLOCKS = 64
@@ -381,3 +382,40 @@ def test_another_users_process_gets_no_pool_even_with_the_nonce(peers):
             for descriptor in descriptors:
                 os.close(descriptor)
             assert len(descriptors) == found
+
+
+@needs_nixl
+def test_a_peer_that_two_transports_read_is_read_by_the_one_that_wins_the_trials():
+    """By either of them a read brings the owner's bytes, and trials touch no block."""
+    with ExitStack() as stack:
+        reader, owner = (
+            stack.enter_context(closing(TransferPeer(options)))
+            for options in (
+                PeerOptions(Epoch(name), "auto", limits=LIMITS, network_device="lo")
+                for name in ("trial-reader", "trial-owner")
+            )
+        )
+        assert {*owner.address.metadata} == {"shm", "nixl"}
+        reader.ask(fill=1)
+        owner.ask(fill=2)
+        blocks = tuple(range(NUM_BLOCKS))
+        before = reader.digests(blocks)
+        reader.send(reader.add(owner))
+        assert reader.wait(1) == [PeerUp(owner.name, "shm")]
+        (end,) = run(reader, read(owner, [5], [9]))
+        assert end.failure is None
+        until(lambda: owner.options.epoch in reader.ask().read_by)
+        after = reader.digests(blocks)
+        assert [n for n in blocks if before[n] != after[n]] == [9]
+        (end,) = run(reader, read(owner, range(20), range(20)))
+        assert end.failure is None
+        assert reader.digests(blocks[:20]) == owner.digests(blocks[:20])
+        open_files = set()
+        for _ in range(4):
+            reader.send(RemovePeer(owner.name))
+            until(lambda: not reader.ask().read_by)
+            reader.send(reader.add(owner))
+            assert reader.wait(1) == [PeerUp(owner.name, "shm")]
+            until(lambda: owner.options.epoch in reader.ask().read_by)
+            open_files.add(reader.ask().open_files)
+        assert max(open_files) - min(open_files) <= 2, open_files

@@ -89,6 +89,12 @@ class MemfdPool:
         self.move(remote[:half], local[:half], num_bytes)
         return MemfdCopy(self, (remote[half:], local[half:]), num_bytes)
 
+    def trial(self, num_blocks: int) -> "MemfdCopy":
+        assert num_blocks <= self._shape.num_blocks
+        self.num_in_flight += 1
+        none = np.array([], np.int64)
+        return MemfdCopy(self, (none, none), self._shape.block_bytes)
+
     def move(
         self, remote: NDArray[np.int64], local: NDArray[np.int64], num_bytes: int
     ) -> None:

@@ -30,7 +30,7 @@ from baton.kv_transfer.interfaces import (
     Transport,
 )
 from baton.kv_transfer.pools import DevicePool, HostPool
-from baton.kv_transfer.transports import make_transports
+from baton.kv_transfer.transports import make_transports, usable_transports
 from baton.kv_transfer.transports.addresses import ShmAddress
 from baton.kv_transfer.transports.cuda_ipc import CudaIpcAddress
 from baton.kv_transfer.transports.nixl import NixlTransport
@@ -55,6 +55,7 @@ class PeerOptions(msgspec.Struct, frozen=True):
     rank: int = 0  # of those with the same epoch
     # Nixl as it runs on GPUs: without its thread, with a spare block.
     is_polled: bool = False
+    network_device: str = ""
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -70,6 +71,8 @@ class Request(msgspec.Struct, frozen=True):
 class Answer(msgspec.Struct, frozen=True):
     address: RankAddress
     open_files: int
+    # What reads each peer, once that is certain.
+    read_by: dict[str, str] = {}
     events: tuple[AgentEvent, ...] = ()
     digests: tuple[bytes, ...] = ()
 
@@ -136,7 +139,7 @@ class TransferPeer:
 
     def add(self, other: "TransferPeer", part: BlockSlice | None = None) -> AddPeer:
         """The command that makes `other`, or that slice of its blocks, readable from here."""
-        (name,) = other.address.metadata
+        name, *others = usable_transports(other.address, self.address, "auto")
         shape = other.options
         return AddPeer(
             other.name,
@@ -145,6 +148,7 @@ class TransferPeer:
             shape.num_blocks,
             shape.block_bytes,
             part or BlockSlice(0, 0, self.options.block_bytes),
+            tuple(others),
         )
 
     def kill(self) -> None:
@@ -214,7 +218,9 @@ class _Child:
                 num_spare=1,
             )
             return [NixlTransport(memory, options.epoch, has_thread=False)]
-        config = TransferConfig(transport=options.transport)
+        config = TransferConfig(
+            transport=options.transport, device=options.network_device
+        )
         return make_transports(self._pool, options.epoch, config)
 
     def serve(self, link: socket.socket) -> None:
@@ -239,6 +245,11 @@ class _Child:
         return Answer(
             self._agent.address(),
             len(os.listdir("/proc/self/fd")),
+            {
+                peer.command.peer.epoch: peer.transport.name
+                for peer in self._agent._turns._peers.values()
+                if peer.up and peer.trials is None
+            },
             tuple(self._events(request.wait_s)),
             tuple(digest.digest() for digest in digests),
         )

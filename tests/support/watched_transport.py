@@ -2,7 +2,13 @@
 
 from collections.abc import Callable
 
-from baton.kv_transfer.interfaces import AddPeer, BlockSlice, PeerRank, Read, Transport
+from baton.kv_transfer.interfaces import (
+    AddPeer,
+    BlockSlice,
+    PeerRank,
+    PeerTransport,
+    Read,
+)
 
 KVReceived = Callable[[tuple[int, ...], BlockSlice], None]
 
@@ -10,7 +16,7 @@ KVReceived = Callable[[tuple[int, ...], BlockSlice], None]
 class WatchedTransport:
     """`inner`; `landed` gets the local blocks of a read and the slice of them that it brought."""
 
-    def __init__(self, inner: Transport, landed: KVReceived | None = None) -> None:
+    def __init__(self, inner: PeerTransport, landed: KVReceived | None = None) -> None:
         self.name = inner.name
         self.connect_s = inner.connect_s
         self.min_chunk_bytes = inner.min_chunk_bytes
@@ -26,6 +32,7 @@ class WatchedTransport:
         self.cancel = inner.cancel
         self.fileno = inner.fileno
         self.service = inner.service
+        self.trial = inner.trial
 
     def add_peer(self, command: AddPeer) -> None:
         self._inner.add_peer(command)

@@ -172,11 +172,15 @@ def test_a_gpu_whose_memory_cannot_be_shared_says_so_in_one_line(monkeypatch, ca
     ("num_gpus", "device", "found"),
     [
         (1, "", ["cuda_ipc"]),
-        (2, "", ["cuda_ipc", "nixl"]),  # it does not see the other one
+        (
+            2,
+            "",
+            ["cuda_ipc", "nixl"],
+        ),  # nixl may be faster, or alone reach the other one
         (1, "mlx5_0:1", ["cuda_ipc", "nixl"]),
     ],
 )
-def test_nixl_starts_beside_cuda_ipc_only_where_a_peer_may_need_it(
+def test_nixl_starts_beside_cuda_ipc_only_where_there_may_be_a_peer_for_it(
     num_gpus, device, found, monkeypatch
 ):
     started = []
