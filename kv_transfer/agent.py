@@ -48,12 +48,15 @@ from baton.protocol.errors import Cancelled, Failure, InvariantBroken, TransferE
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import RankAddress
 from baton.runtime.clock import Clock, boottime
+from baton.runtime.log import logger
 
 MIN_WAIT_S = 0.0001
 MAX_WAIT_S = 0.005
 QUIESCE_POLL_S = 0.25
 # Chunks of one peer: the second one is queued while the first one moves.
 MAX_IN_FLIGHT = 2
+
+log = logger("transfer")
 
 # Called with blocks of the local pool, an offset in each block and a number of bytes.
 Checksums = Callable[[Sequence[int], int, int], tuple[int, ...]]
@@ -371,6 +374,7 @@ class AgentTurns:
                 raise TransferError(f"{command.transport} is not offered by both ranks")
             transport.add_peer(command)
         except TransferError as error:
+            note_failure(command, error)
             self._events.append(PeerDown(command.peer, error.to_failure()))
             return
         by_s = now_s + transport.connect_s
@@ -384,6 +388,7 @@ class AgentTurns:
                     f"no connection within {peer.transport.connect_s:g} s"
                 )
         except TransferError as error:
+            note_failure(peer.command, error)
             self._lose(now_s, peer.command.peer, error)
         if peer.up:
             self._events.append(PeerUp(peer.command.peer, peer.transport.name))
@@ -552,3 +557,12 @@ class AgentTurns:
             for at in offsets
         )
         return BlocksSummed(command.ticket, tuple(rows))
+
+
+def note_failure(command: AddPeer, error: TransferError) -> None:
+    """Say in one line of the log that a transport does not connect; the next one may."""
+    log.warning(
+        f"{command.transport} cannot read a peer",
+        peer=command.peer.epoch,
+        reason=error.message,
+    )

@@ -115,7 +115,7 @@ class Trials:
     def _give_up(self, transport: PeerTransport, error: TransferError) -> None:
         transport.remove_peer(self._command.peer)
         log.warning(
-            f"{transport.name} cannot read this peer, {self._first.name} does",
+            f"{transport.name} cannot read a peer, {self._first.name} does",
             peer=self._command.peer.epoch,
             reason=error.message,
         )
@@ -128,7 +128,7 @@ class Trials:
             shown = {
                 one: f"{1e6 * _median(times):.0f} us" for one, times in found.items()
             }
-            log.info(f"{name} reads this peer", peer=self._command.peer.epoch, **shown)
+            log.info(f"{name} reads a peer", peer=self._command.peer.epoch, **shown)
         self.winner = next(one for one in self._connected if one.name == name)
 
 
