@@ -92,6 +92,8 @@ ONE_ORDER = "hopper-one-order"
 NARROW = "hopper-narrow-products"
 # The same of experts.
 NARROW_EXPERTS = "hopper-narrow-experts"
+# Small kernels that start while the one before them ends; they compute what they compute otherwise.
+OVERLAPS = "overlapped-launches"
 # Layers that keep a state for each sequence; nothing takes their place.
 STATES = "states"
 
@@ -101,6 +103,7 @@ CANDIDATES = (
     Candidate(ONE_ORDER, "baton.kernels.hopper.attention.one_order_proof"),
     Candidate(NARROW, "baton.kernels.hopper.narrow.narrow_proof"),
     Candidate(NARROW_EXPERTS, "baton.kernels.hopper.narrow.expert_proof"),
+    Candidate(OVERLAPS, "baton.kernels.hopper.overlap_proof"),
     Candidate(STATES, "baton.kernels.cuda.states.state_proof"),
 )
 

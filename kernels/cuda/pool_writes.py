@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from baton.kernels import constants
 from baton.kernels.launch import Launcher, cdiv, next_power_of_2
@@ -30,11 +31,13 @@ def rope_and_store(
     q_norm_weight: Tensor | None = None,  # [head_dim]
     k_norm_weight: Tensor | None = None,  # [head_dim]
     eps: float = 1e-6,
+    *,
+    overlaps: bool = False,
 ) -> Tensor:
     """Rotate queries and keys, store keys and values, return the queries, contiguous.
 
     `q`, `k` and `v` may be slices of one packed projection; they are not changed. Without keys and
-    values, nothing is stored.
+    values, nothing is stored. The kernel that `overlaps` starts while the one before it ends.
     """
     num_tokens, num_heads, head_dim = q.shape
     _, kv_heads, _, _, block_size, width = pool.shape
@@ -84,9 +87,11 @@ def rope_and_store(
         Q_ROWS=next_power_of_2(num_heads),
         KV_ROWS=next_power_of_2(kv_heads),
         HALF=next_power_of_2(head_dim // 2),
+        OVERLAPS=overlaps,
         num_warps=8 if rows * head_dim > 4096 else 4,
         num_stages=1,
         enable_fp_fusion=True,
+        launch_pdl=overlaps,
     )
     return out
 
@@ -117,7 +122,10 @@ def _rope_store_kernel(
     Q_ROWS: tl.constexpr,
     KV_ROWS: tl.constexpr,
     HALF: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
+    if OVERLAPS:
+        gdc_wait()
     half: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, HALF)[None, :]

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from baton.kernels.constants import SILU, Gate
 from baton.kernels.launch import Launcher, cdiv, next_power_of_2
@@ -25,10 +26,13 @@ def add_rms_norm(
     residual: Tensor | None,  # [num_tokens, hidden]
     weight: Tensor,  # [hidden]
     eps: float,
+    *,
+    overlaps: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the RMS norm of `x + residual` and the sum itself, as `(normed, new_residual)`.
 
-    Both are new tensors, except that the sum is `x` itself without a residual.
+    Both are new tensors, except that the sum is `x` itself without a residual. The kernel that
+    `overlaps` starts while the one before it ends.
     """
     num_tokens, hidden = x.shape
     assert x.stride(1) == 1
@@ -51,9 +55,11 @@ def add_rms_norm(
         eps,
         HIDDEN=hidden,
         BLOCK=block,
+        OVERLAPS=overlaps,
         num_warps=min(max(block // 512, 1), 16),
         num_stages=1,
         enable_fp_fusion=True,
+        launch_pdl=overlaps,
     )
     return normed, stream
 
@@ -69,10 +75,14 @@ def _add_rms_norm_kernel(
     eps: tl.tensor,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     live = d < HIDDEN
+    weight = tl.load(weight_ptr + d, mask=live, other=0.0).to(tl.float32)
+    if OVERLAPS:
+        gdc_wait()
     x = tl.load(x_ptr + token * stride_x + d, mask=live, other=0.0).to(tl.float32)
     if residual_ptr is not None:
         x += tl.load(residual_ptr + token * HIDDEN + d, mask=live, other=0.0).to(
@@ -83,7 +93,6 @@ def _add_rms_norm_kernel(
         # The next layer adds to the rounded sum, so the norm uses the rounded sum too.
         x = stream.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(x * x, 0) / HIDDEN + eps)
-    weight = tl.load(weight_ptr + d, mask=live, other=0.0).to(tl.float32)
     normed = (x * inverse * weight).to(normed_ptr.dtype.element_ty)
     tl.store(normed_ptr + token * HIDDEN + d, normed, mask=live)
 
@@ -94,7 +103,7 @@ _launch_add_rms_norm = Launcher(_add_rms_norm_kernel)
 BLOCK = 2048  # two 16-byte accesses per thread and operand in bf16
 
 
-def gate_mul(gate_up: Tensor, gate: Gate = SILU) -> Tensor:
+def gate_mul(gate_up: Tensor, gate: Gate = SILU, *, overlaps: bool = False) -> Tensor:
     """Return the gated numbers, `[tokens, features]`, of `[tokens, 2 * features]`, gates first."""
     num_tokens, width = gate_up.shape
     assert gate_up.is_contiguous()
@@ -111,9 +120,11 @@ def gate_mul(gate_up: Tensor, gate: Gate = SILU) -> Tensor:
         CUBIC=gate.cubic,
         LIMIT=None if math.isinf(gate.limit) else gate.limit,
         OFFSET=gate.offset,
+        OVERLAPS=overlaps,
         num_warps=4,
         num_stages=1,
         enable_fp_fusion=True,
+        launch_pdl=overlaps,
     )
     return out
 
@@ -128,7 +139,10 @@ def _gate_mul_kernel(
     CUBIC: tl.constexpr,
     LIMIT: tl.constexpr,
     OFFSET: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
+    if OVERLAPS:
+        gdc_wait()
     tiles: tl.constexpr = (FEATURES + BLOCK - 1) // BLOCK
     token = (tl.program_id(0) // tiles).to(tl.int64)
     f = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)

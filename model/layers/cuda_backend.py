@@ -35,7 +35,7 @@ from baton.kernels.cuda.prefill_attention import paged_prefill_attention
 from baton.kernels.cuda.rows import add_rms_norm, gate_mul
 from baton.kernels.cuda.sparse_attention import MAX_HEAD_DIM, MAX_HEADS, choose_keys
 from baton.kernels.cuda.states.functions import DeviceStates
-from baton.kernels.proofs import ONE_ORDER, PREFILL
+from baton.kernels.proofs import ONE_ORDER, OVERLAPS, PREFILL
 from baton.kernels.state_layout import StateLayout
 from baton.kernels.state_reference import StateWeights, gated_inputs, gated_outputs
 from baton.model.layers.attention import (
@@ -77,6 +77,7 @@ class CudaBackend:
             kind = "hopper-ordered" if is_ordered else "triton-hopper"
         self.name = kind + pool_suffix(pool)
         self._is_ordered = is_ordered
+        self._overlaps = OVERLAPS in proven
         self.is_batch_invariant = is_ordered
         # Tokens of a prompt go through a state's matrices in chunks, others one by one.
         self.has_two_orders = states is not None and states.shape.chunked == "prompt"
@@ -222,6 +223,7 @@ class CudaBackend:
             q_norm,
             k_norm,
             self.eps,
+            overlaps=self._overlaps,
         )
 
     def advance(
@@ -287,10 +289,10 @@ class CudaBackend:
     def add_rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        return add_rms_norm(x, residual, weight, eps)
+        return add_rms_norm(x, residual, weight, eps, overlaps=self._overlaps)
 
     def gate_mul(self, gate_up: Tensor, gate: Gate = SILU) -> Tensor:
-        return gate_mul(gate_up, gate)
+        return gate_mul(gate_up, gate, overlaps=self._overlaps)
 
     def soft_cap(self, x: Tensor, softcap: float) -> None:
         reference.soft_cap(x, softcap)  # an element's bits do not depend on the others

@@ -52,7 +52,9 @@ GPUS = {
     "100": (227 << 10, 228 << 10, 2048),
     "120": (99 << 10, 100 << 10, 1536),
 }
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg", "launch_pdl")
+# What a kernel that overlaps may not do before it waits, but for loads of weights.
+EFFECTS = ("LDG", "LD", "STG", "ST", "RED", "ATOMG", "EXIT", "BRA")
 # A block takes 1 KiB of shared memory more than it asks for.
 REGISTERS = 65_536
 RESERVED_BYTES = 1024
@@ -92,7 +94,7 @@ def main() -> None:
         for gpu in sys.argv[1:]
         if gpu in GPUS
         for case, call in cases().items()
-        if case in wanted
+        if case in wanted and (int(gpu) >= 90 or not case.startswith("overlapped"))
         for cubin in compiled(call, gpu)
     ]
     print(msgspec.json.encode(reports).decode())
@@ -136,6 +138,9 @@ def cases() -> dict[str, Callable[[], object]]:
         "rope bf16 norm": partial(_rope, bf16, norm=True),
         "rope fp8": partial(_rope, bf16, norm=True, fp8_pool=True),
         "norm bf16": _norm,
+        "overlapped norm bf16": partial(_norm, overlaps=True),
+        "overlapped silu bf16": partial(_silu, overlaps=True),
+        "overlapped rope bf16": partial(_rope, bf16, norm=True, overlaps=True),
         "product bf16": partial(_product, bf16),
         "product fp32": partial(_product, fp32),
         **{f"product in one part, {n} rows": partial(_one_chain, n) for n in ROWS},
@@ -154,7 +159,9 @@ def cases() -> dict[str, Callable[[], object]]:
     }
 
 
-def _rope(dtype: torch.dtype, *, norm: bool, fp8_pool: bool = False) -> object:
+def _rope(
+    dtype: torch.dtype, *, norm: bool, fp8_pool: bool = False, overlaps: bool = False
+) -> object:
     from baton.kernels.cuda.pool_writes import rope_and_store
 
     q, k, v = torch.split(torch.empty(9, 48, 128, dtype=dtype), [32, 8, 8], dim=1)
@@ -164,7 +171,10 @@ def _rope(dtype: torch.dtype, *, norm: bool, fp8_pool: bool = False) -> object:
     table = rotation_table(16, 128)
     pool = torch.empty(2, 8, 2, 2, 16, 128, dtype=dtype)
     pool = in_fp8(pool)[0] if fp8_pool else pool
-    return rope_and_store(q, k, v, positions, table, pool, 1, slots, weight, weight)
+    weights = weight, weight
+    return rope_and_store(
+        q, k, v, positions, table, pool, 1, slots, *weights, overlaps=overlaps
+    )
 
 
 def _latent(dtype: torch.dtype, heads: int) -> None:
@@ -206,11 +216,11 @@ def _states(kind: str) -> None:
     trial._compute((0, 69, 70), (2, 1, 2))
 
 
-def _norm() -> object:
+def _norm(*, overlaps: bool = False) -> object:
     from baton.kernels.cuda.rows import add_rms_norm
 
     x = torch.empty(4, 4096, dtype=torch.bfloat16)
-    return add_rms_norm(x, x, x[0], 1e-5)
+    return add_rms_norm(x, x, x[0], 1e-5, overlaps=overlaps)
 
 
 def _product(dtype: torch.dtype) -> object:
@@ -253,10 +263,11 @@ def _sum_of_experts() -> object:
     return add_experts(rows, torch.empty(3, 8))
 
 
-def _silu() -> object:
+def _silu(*, overlaps: bool = False) -> object:
     from baton.kernels.cuda.rows import gate_mul
 
-    return gate_mul(torch.empty(4, 2 * 14336, dtype=torch.bfloat16))
+    x = torch.empty(4, 2 * 14336, dtype=torch.bfloat16)
+    return gate_mul(x, overlaps=overlaps)
 
 
 def _blocks() -> None:
@@ -312,6 +323,8 @@ class Cubin(msgspec.Struct, frozen=True):
     mma: int  # products on warps
     tf32: int
     wide_loads: int  # of 16 bytes
+    # Before it waits for the kernel in front; None if it does not.
+    early: tuple[str, ...] | None = None
 
     @property
     def blocks(self) -> int:
@@ -411,7 +424,18 @@ def _compile(launch: Launch, gpu: str) -> Cubin:
         ptx.count("mma.sync"),
         ptx.count("tf32"),
         len(wide),
+        _early(built.asm["cubin"]) if "griddepcontrol.wait" in ptx else None,
     )
+
+
+def _early(cubin: bytes) -> tuple[str, ...]:
+    """Return the `EFFECTS` of a kernel before it waits for the one in front."""
+    code = re.findall(
+        r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\d+ +)?([A-Z][A-Z0-9]*)",
+        dumped(cubin, "--dump-sass"),
+    )
+    before = code[: code.index("ACQBULK")]
+    return tuple(name for name in before if name in EFFECTS)
 
 
 def _type_name(value: object) -> str:

@@ -22,7 +22,7 @@ from baton.kernels.cuda.grouped_product import grouped_product
 from baton.kernels.cuda.sampling import sample_tokens
 from baton.kernels.cuda.states.state_proof import StateTrial
 from baton.kernels.cuda.token_counts import penalize_counted
-from baton.kernels.proofs import ONE_ORDER, PREFILL
+from baton.kernels.proofs import ONE_ORDER, OVERLAPS, PREFILL
 from baton.kernels.state_layout import StateShape, state_layout
 from baton.model.config.latent_config import LatentConfig
 from baton.model.config.rope_config import Rope
@@ -63,7 +63,7 @@ BLOCK_SIZE = 16
 MAX_LEN = 4096
 MAX_SEQS = 64
 NUM_BATCHES = 200
-HOPPER = frozenset({PREFILL, ONE_ORDER})
+HOPPER = frozenset({PREFILL, ONE_ORDER, OVERLAPS})
 
 
 class NoDriver:

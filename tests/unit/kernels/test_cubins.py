@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(300)
 CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
 # They hold a triangle and a state in fp32. Both were faster so on an H200 than with eight warps.
 SPILLING = {"_state_intra_kernel", "_state_scan_kernel"}
-Reports = list[dict[str, int | str]]
+Reports = list[dict[str, int | str | list[str] | None]]
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +45,22 @@ def test_attention_of_an_8b_model_fits_a_small_gpu_and_spills_no_register(tmp_pa
     """On the GPU with the least shared memory."""
     cases = ("decode fp8 128", "prefill bf16 128")
     check(compiled(tmp_path, "120", *cases), "120")
+
+
+@pytest.mark.parametrize("gpu", ["90", "120"])
+def test_a_kernel_that_overlaps_reads_only_weights_before_it_waits(gpu, tmp_path):
+    """What the kernel in front writes comes later, and so do all stores and ends."""
+    names = ("norm bf16", "overlapped norm bf16", "overlapped silu bf16")
+    reports = compiled(tmp_path, gpu, *names, "overlapped rope bf16")
+    early = {str(report["case"]): report["early"] for report in reports}
+    num_loads = 2  # of 4,096 weights by 8 warps, 16 bytes each
+    assert early == {
+        "norm bf16": None,
+        "overlapped norm bf16": ["LDG"] * num_loads,
+        "overlapped silu bf16": [],
+        "overlapped rope bf16": [],
+    }
+    check(reports, gpu)
 
 
 @pytest.mark.release
