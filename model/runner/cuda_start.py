@@ -143,6 +143,8 @@ def _what_to_free(memory: GpuMemory) -> str:
 PROMPT_TOKENS = (64, 128, 192, 256, 384, 512, *range(768, 2049, 256))
 TOKENS_A_PROMPT = 64
 PROMPTS = 8
+# Rows of a captured step with guesses.
+GUESS_TOKENS = 512
 MANY_TOKENS = 65  # of a chunk that no tile for few queries takes
 POOL_SHARE = 0.9  # the share of the memory that the weights and the largest step leave
 CONTEXT_BYTES = 1 << 29  # about what CUDA itself takes for a process
@@ -346,3 +348,26 @@ def buckets_up_to(num_sequences: int, num_tokens: int = 0) -> tuple[Bucket, ...]
         Bucket(size, max(PROMPTS, size // TOKENS_A_PROMPT)) for size in sorted(chunks)
     ]
     return (*decoding, *prompts)
+
+
+def with_guesses(
+    buckets: Sequence[Bucket], num_guesses: int, *, has_head: bool = False
+) -> tuple[Bucket, ...]:
+    """Return `buckets`, and for each decode step those where sequences have guesses.
+
+    Every sequence or a quarter of them has up to `num_guesses`. If the model `has_head`, it drafts
+    as many in these steps, and in decode steps where a sequence asks for drafts.
+    """
+    if not num_guesses:
+        return tuple(buckets)
+    sizes = [bucket.num_sequences for bucket in buckets if bucket.num_decoding]
+    num_drafts = num_guesses if has_head else 0
+    guessing = {
+        Bucket(size + num_guesses * num_guessing, size, True, num_drafts)
+        for size in sizes
+        for num_guessing in (-(-size // 4), size)
+    }
+    found = {one for one in guessing if one.num_tokens <= GUESS_TOKENS}
+    if has_head:
+        found |= {Bucket(size, size, num_drafts=num_drafts) for size in sizes}
+    return tuple(sorted({*buckets, *found}))

@@ -37,6 +37,7 @@ from baton.model.runner.device_state import (
     DeviceTables,
     TokenRing,
 )
+from baton.model.runner.drafting import HeadRows, HeadTensors, most_drafts
 from baton.model.sampling.device_counts import NO_ROW, DeviceCounts, NewRows
 from baton.model.sampling.penalties import CountedTokens, packed
 from baton.model.sampling.pooling import rows_of
@@ -107,10 +108,21 @@ class Bucket(NamedTuple):
 
     num_tokens: int
     num_sequences: int
+    samples_all: bool = False  # every token, as of sequences with guesses
+    num_drafts: int = 0  # that a head makes for each sequence
 
     @property
     def num_decoding(self) -> int:
         return self.num_tokens if self.num_tokens == self.num_sequences else 0
+
+    @property
+    def num_samples(self) -> int:
+        return self.num_tokens if self.samples_all else self.num_sequences
+
+    @property
+    def num_head_rows(self) -> int:
+        """Return the rows of a head: one more for each prompt that begins."""
+        return self.num_tokens + (0 if self.num_decoding else self.num_sequences)
 
     def takes(self, num_tokens: int, num_sequences: int) -> bool:
         """Return whether such a step fits and is worth its padding."""
@@ -138,6 +150,8 @@ class StepInputs:
     changes: tuple[ArraySpan, ArraySpan] | None = None
     # The items and chunks of sequences' states.
     states: tuple[ArraySpan, ArraySpan] | None = None
+    # Of a head: tokens, the rows before, lengths, starts and sequences.
+    head: tuple[ArraySpan, ArraySpan, ArraySpan, ArraySpan, ArraySpan] | None = None
     # Samples that have one, and the masks.
     masks: tuple[ArraySpan, ArraySpan] | None = None
     # As `penalties.packed` returns them.
@@ -193,6 +207,23 @@ class PackedStep:
     unsampled: dict[int, str] = field(default_factory=dict)
     # The samples whose log probabilities are wanted, by the number of the likeliest tokens.
     scored: dict[int, list[int]] = field(default_factory=dict)
+    num_drafts: int = 0  # that a head makes for each sequence, padding included
+    num_single: int = 0  # sequences at the front that have one row of the head
+
+    @property
+    def num_sequences(self) -> int:
+        return (
+            len(self.plan.slices) if self.bucket is None else self.bucket.num_sequences
+        )
+
+    def head_rows(self, inputs: StepInputs, tables: Tables) -> HeadTensors:
+        """Return a head's rows; `tables` are those of the step's batch."""
+        assert inputs.head is not None, "a head drafts on the device"
+        tokens, before, lengths, starts, sequences = (
+            place.of(inputs.words) for place in inputs.head
+        )
+        own = Tables(tables.blocks, lengths, starts, self.num_single)
+        return HeadTensors(tokens, before, own, sequences)
 
     def batch(
         self, inputs: StepInputs, token_ids: Tensor, tables: DeviceTables | None
@@ -248,6 +279,7 @@ class _Lists:
     new_rows: NewRows = field(default_factory=NewRows)
     unsampled: dict[int, str] = field(default_factory=dict)
     scored: dict[int, list[int]] = field(default_factory=dict)
+    head: HeadRows | None = None
     before: list[int] = field(default_factory=list)  # the rows before `targets`
     targets: list[int] = field(default_factory=list)
     pooled: list[int] = field(default_factory=list)
@@ -270,9 +302,8 @@ class _Lists:
         self.ids += [0] * tokens
         self.positions += [0] * tokens
         self.slots += [-1] * tokens
-        samples, sequences = (
-            bucket.num_sequences - len(has) for has in (self.samples, self.lengths)
-        )
+        samples = bucket.num_samples - len(self.samples)
+        sequences = bucket.num_sequences - len(self.lengths)
         self.rows += [0] * samples
         self.places += [IDLE_PLACE] * samples
         self.samples += [IDLE_SAMPLE] * samples
@@ -288,6 +319,8 @@ class _Lists:
             self.starts = starts + starts[-1:] * (
                 bucket.num_sequences + 1 - len(starts)
             )
+        if self.head is not None:
+            self.head.pad(bucket.num_head_rows, bucket.num_sequences)
 
 
 class ModelFacts(NamedTuple):
@@ -323,6 +356,8 @@ class Packer:
         }
         self._num_adapters = len(model.lora_modules) + model.num_lora_slots
         self.buckets: Sequence[Bucket] = ()
+        # Most guesses and drafts of a sequence, if a head drafts on the device.
+        self.head_guesses: int | None = None
         self._block_size = model.block_size
         self._state_blocks = model.state_blocks
         self._chunked = model.chunked
@@ -335,7 +370,7 @@ class Packer:
         self._sampled_at = sampled_at
 
     def pack(self, plan: StepPlan) -> PackedStep:
-        lists = _Lists()
+        lists = self._lists()
         chunks = []
         if self._masks is not None:
             self._masks.begin_step()
@@ -357,6 +392,8 @@ class Packer:
                     part.num_guesses,
                 )
             )
+            if lists.head is not None:
+                lists.head.add(part, len(lists.ids), len(lists.samples))
             lists.before += range(len(lists.ids), len(lists.ids) + len(part.targets))
             lists.targets += part.targets
             if part.pooling is not None:
@@ -377,23 +414,31 @@ class Packer:
         num_decoding = next(
             (i for i, one in enumerate(chunks) if one.length > 1), len(chunks)
         )
-        width = 0
-        if self._tables is not None:
-            width = self._add_tables(lists, plan.slices, num_decoding)
         held_back = [row.held_back(self._eos_token_ids) for row in lists.samples]
         is_special = (
             lists.counted
             or lists.targets
             or lists.pooled
             or lists.adapters
+            or (lists.masks and lists.head is not None)
             or not lists.can_follow_a_replay(held_back)
         )
         bucket = (
-            None if is_special else self._bucket(plan.slices, num_decoding, held_back)
+            None
+            if is_special
+            else self._bucket(plan.slices, num_decoding, held_back, lists.head)
         )
+        if bucket is not None and not bucket.num_decoding:
+            num_decoding = 0  # single tokens are padded as others
+        width = 0
+        if self._tables is not None:
+            width = self._add_tables(lists, plan.slices, num_decoding)
         if bucket is not None:
             return self._padded(plan, lists, held_back, bucket)
-        inputs = self._laid(lists, held_back, max(map(len, held_back), default=0))
+        num_single = 0 if lists.head is None else lists.head.num_single
+        inputs = self._laid(
+            lists, held_back, max(map(len, held_back), default=0), num_single
+        )
         return PackedStep(
             plan,
             inputs,
@@ -404,6 +449,8 @@ class Packer:
             bucket,
             lists.unsampled,
             lists.scored,
+            most_drafts(plan.slices),
+            num_single,
         )
 
     def name_adapter(self, name: str, number: int) -> None:
@@ -417,9 +464,14 @@ class Packer:
 
     def idle(self, bucket: Bucket) -> PackedStep:
         """Return a step of padding alone, with which a bucket is captured."""
-        return self._padded(StepPlan(0, ()), _Lists(), [], bucket)
+        return self._padded(StepPlan(0, ()), self._lists(), [], bucket)
 
     # --- inside --------------------------------------------------------------------------------
+
+    def _lists(self) -> _Lists:
+        if self.head_guesses is None:
+            return _Lists()
+        return _Lists(head=HeadRows(self.head_guesses, self._block_size))
 
     def _padded(
         self,
@@ -428,12 +480,15 @@ class Packer:
         held_back: list[tuple[int, ...]],
         bucket: Bucket,
     ) -> PackedStep:
-        held_back += [()] * (bucket.num_sequences - len(held_back))
+        held_back += [()] * (bucket.num_samples - len(held_back))
         lists.pad(bucket)
         if self._state_blocks:
             chunks = self._most_chunks(bucket) - len(lists.state_chunks)
             lists.state_chunks += [IDLE_CHUNK] * chunks
-        inputs = self._laid(lists, held_back, BUCKET_HELD_BACK, is_padded=True)
+        num_single = bucket.num_decoding
+        inputs = self._laid(
+            lists, held_back, BUCKET_HELD_BACK, num_single, is_padded=True
+        )
         return PackedStep(
             plan,
             inputs,
@@ -444,6 +499,8 @@ class Packer:
             bucket,
             lists.unsampled,
             lists.scored,
+            bucket.num_drafts,
+            num_single,
         )
 
     def _bucket(
@@ -451,21 +508,33 @@ class Packer:
         slices: Sequence[Slice],
         num_decoding: int,
         held_back: Sequence[tuple[int, ...]],
+        head: HeadRows | None,
     ) -> Bucket | None:
-        """Return the bucket of a step that only decodes or only computes prompts, if it fits."""
-        if not self.buckets or not slices or num_decoding not in (0, len(slices)):
+        """Return the bucket of a step that has guesses, only decodes or only computes prompts."""
+        has_guesses = any(part.num_guesses for part in slices)
+        if not self.buckets or not slices:
             return None
-        if any(part.num_sampled > 1 for part in slices):
+        if num_decoding not in (0, len(slices)) and not has_guesses:
+            return None
+        if any(len(part.samples) > 1 for part in slices):
             return None
         if any(len(ids) > BUCKET_HELD_BACK for ids in held_back):
             return None
+        is_decoding = num_decoding == len(slices)
+        if is_decoding and head is not None and head.num_single < num_decoding:
+            return None  # such as a prompt of one token
         num_tokens = sum(part.length for part in slices)
+        num_drafts = most_drafts(slices)
         return next(
             (
                 bucket
                 for bucket in self.buckets
                 if bucket.takes(num_tokens, len(slices))
-                and bool(bucket.num_decoding) == bool(num_decoding)
+                and bucket.num_samples >= len(held_back)
+                and bool(bucket.num_decoding) == is_decoding
+                and bucket.num_drafts >= num_drafts
+                # Prompts are followed by no drafts.
+                and (has_guesses or num_drafts or not bucket.num_drafts)
             ),
             None,
         )
@@ -566,7 +635,11 @@ class Packer:
         start = 0
         for index, part in enumerate(slices):
             end = part.start + part.length
-            num_blocks = -(-end // self._block_size)
+            num_ahead = 0
+            if lists.head is not None:  # it has the token behind them, and its drafts
+                num_ahead = max(1, part.num_drafts or 0)
+            num_blocks = -(-(end + num_ahead) // self._block_size)
+            num_blocks = min(num_blocks, len(part.block_table))
             width = max(width, num_blocks)
             table = (*part.state, *part.block_table[:num_blocks])
             lists.table_rows.append(self._tables.follow(part.key, table, lists.changes))
@@ -608,6 +681,7 @@ class Packer:
         lists: _Lists,
         held_back: Sequence[tuple[int, ...]],
         width: int,
+        num_single: int,
         *,
         is_padded: bool = False,
     ) -> StepInputs:
@@ -666,6 +740,16 @@ class Packer:
                 inputs.states = (
                     into.put(items, torch.int32),
                     into.put(cuts, torch.int32),
+                )
+            if lists.head is not None:
+                head = lists.head
+                starts = head.starts(num_single, len(lists.lengths))
+                inputs.head = (
+                    into.put((head.ids, head.positions, head.slots)),
+                    into.put(head.before),
+                    into.put(head.lengths, torch.int32),
+                    into.put(starts, torch.int32),
+                    into.put(head.sequences),
                 )
             if places:
                 inputs.changes = into.put(places), into.put(blocks, torch.int32)

@@ -53,6 +53,7 @@ from baton.model.runner.cuda_start import (
     memory_of,
     one_line_errors,
     prepare,
+    with_guesses,
 )
 from baton.model.runner.device_kernels import (
     UNPROVEN,
@@ -64,7 +65,6 @@ from baton.model.runner.device_kernels import (
     packing_of,
     product_of,
 )
-from baton.model.runner.drafting import Drafter
 from baton.model.runner.kv_cache import (
     SPARE_BLOCKS,
     KVCache,
@@ -221,7 +221,12 @@ def _loaded(
         graphs = config.engine.graphs if isinstance(runner.decoder, Decoder) else "none"
         num_decoding = plan.max_num_seqs if graphs == "all" else 0
         num_tokens = plan.max_num_batched_tokens if graphs != "none" else 0
-        prepare(runner, buckets_up_to(num_decoding, num_tokens), progress)
+        buckets = with_guesses(
+            buckets_up_to(num_decoding, num_tokens),
+            config.engine.num_speculative_tokens,
+            has_head=runner.drafter is not None,
+        )
+        prepare(runner, buckets, progress)
     return runner, pool, kernels
 
 
@@ -299,7 +304,7 @@ def load_runner(
     runner = Runner(decoder, backend, cache, sampler, HostQueue(), boottime)
     runner.loras = loras
     if draft_head is not None:
-        runner.drafter = Drafter(draft_head, backend, sampler, plan.layout.block_size)
+        runner.draft_with(draft_head, config.engine.num_speculative_tokens)
     return runner, pool
 
 

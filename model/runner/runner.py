@@ -18,6 +18,7 @@ from torch import Tensor
 
 from baton.model.layers.attention import AdaptedRows, Backend, Batch
 from baton.model.layers.decoder import Taps
+from baton.model.layers.draft_head import DraftHead
 from baton.model.layers.linear import Linear
 from baton.model.loading.adapters import LoraLoader, PreparedAdapter
 from baton.model.runner.device_state import (
@@ -25,7 +26,7 @@ from baton.model.runner.device_state import (
     DeviceTables,
     without_owning,
 )
-from baton.model.runner.drafting import Drafter
+from baton.model.runner.drafting import DeviceDrafter, Drafter
 from baton.model.runner.kv_cache import KVCache
 from baton.model.runner.packing import (
     Bucket,
@@ -150,12 +151,21 @@ class Runner:
             self._sampled,
             sampler.counts,
         )
-        self.drafter: Drafter | None = None
+        self.drafter: Drafter | DeviceDrafter | None = None
         self.loras: LoraLoader | None = None  # reads adapters at run time
         self._graphs: StepGraphs | None = None
         # Each with the time of its launch.
         self._launched: deque[tuple[PackedStep | StepPlan, float]] = deque()
         self._ended_s = 0.0  # the last step that was collected
+
+    def draft_with(self, head: DraftHead, num_drafts: int) -> None:
+        """Let `head` draft up to `num_drafts` tokens of a sequence; before any step."""
+        of_step = self.backend, self.sampler, self.cache.pool.shape[4]
+        if self._tables is None:
+            self.drafter = Drafter(head, *of_step)
+        else:
+            self.drafter = DeviceDrafter(head, *of_step)
+            self._packer.head_guesses = num_drafts
 
     def capture(self, buckets: Sequence[Bucket], progress: Progress) -> None:
         """Capture the steps of these sizes on the thread that launches plans."""
@@ -202,6 +212,7 @@ class Runner:
             return StepResult(step.step_id, (), launched_s, self._clock())
         ids = iter(self._queue.collect())
         plan = step.plan
+        drafts = _drafts(step, ids)
         tokens = [
             tuple(next(ids) for _ in range(part.num_sampled)) for part in plan.slices
         ]
@@ -216,11 +227,6 @@ class Runner:
                 pooled[index], is_finite = unpacked_rows(ids)
                 if not is_finite:
                     broken[index] = NOT_FINITE
-        drafts = tuple(
-            (index, tuple(islice(ids, part.num_drafts)))
-            for index, part in enumerate(plan.slices)
-            if part.num_drafts
-        )
         unsampled = {**broken, **step.unsampled}
         for index in unsampled:
             tokens[index] = ()
@@ -269,7 +275,9 @@ class Runner:
         inputs = graphs.filled(step)
         self._write_tables(inputs)
         replayed, logits = graphs.replay(step)
-        ids = replayed[: sum(part.num_sampled for part in step.plan.slices)]
+        num_sampled = sum(part.num_sampled for part in step.plan.slices)
+        # With masks, there are no drafts before them.
+        ids = replayed[: step.num_sequences * step.num_drafts + num_sampled]
         if inputs.masks is not None:
             ids = self._sample_masked(inputs, logits, ids)
         if not step.scored:
@@ -319,7 +327,10 @@ class Runner:
         return step.batch(inputs, ids, self._tables)
 
     def _forward(self, step: PackedStep, inputs: StepInputs) -> tuple[Tensor, Tensor]:
-        """Return the sampled ids, with all else that is wanted behind them, and the logits."""
+        """Return drafts, sampled ids and all else that is wanted, one behind the other; and logits.
+
+        The logits are those of the samples.
+        """
         sampled = inputs.rows.of(inputs.words)
         batch = self._batch(step, inputs)
         before = pooled = sampled[:0]
@@ -348,13 +359,35 @@ class Runner:
         if every is None or self.drafter is None:
             return ids, logits
         num_samples = len(step.inputs.places.of(step.inputs.words))
-        sampled_ids = ids[:num_samples].tolist()
-        drafts = self.drafter.drafts(step.plan.slices, every, sampled_ids)
-        return torch.cat([ids, drafts]), logits
+        drafts = self._drafted(step, inputs, batch, every, ids[:num_samples])
+        return torch.cat([drafts.flatten(), ids]), logits
 
-    def _of_all_rows(self, batch: Batch, drafter: Drafter) -> tuple[Tensor, Tensor]:
+    def _drafted(
+        self,
+        step: PackedStep,
+        inputs: StepInputs,
+        batch: Batch,
+        states: Tensor,
+        sampled: Tensor,
+    ) -> Tensor:
+        """Return `[num_sequences, step.num_drafts]`, what may follow the sampled tokens."""
+        if isinstance(self.drafter, DeviceDrafter):
+            assert batch.tables is not None, "it reads tables"
+            return self.drafter.drafts(
+                step.head_rows(inputs, batch.tables),
+                states,
+                sampled,
+                inputs.sampled(batch.token_ids),
+                step.num_drafts,
+            )
+        assert self.drafter is not None
+        return self.drafter.drafts(step.plan.slices, states, sampled.tolist())
+
+    def _of_all_rows(
+        self, batch: Batch, drafter: Drafter | DeviceDrafter
+    ) -> tuple[Tensor, Tensor]:
         """Return what the model's head takes of all rows, and what that which drafts takes."""
-        rows = torch.arange(batch.num_tokens)
+        rows = torch.arange(batch.num_tokens, device=self.device)
         whole = replace(batch, adapted_outputs=batch.adapted)
         taps = Taps(drafter.head.tapped)
         hidden = self.decoder.hidden(
@@ -506,6 +539,20 @@ def _packed_scores(step: PackedStep, rows: list[Tensor], ids: Tensor) -> list[Te
         )
         for own, (num_top, samples) in zip(rows, step.scored.items(), strict=True)
     ]
+
+
+def _drafts(
+    step: PackedStep, words: Iterator[int]
+) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Read, by slice, the drafts that are before the ids."""
+    if not step.num_drafts:
+        return ()
+    drafts = [tuple(islice(words, step.num_drafts)) for _ in range(step.num_sequences)]
+    return tuple(
+        (index, drafts[index][: part.num_drafts])
+        for index, part in enumerate(step.plan.slices)
+        if part.num_drafts
+    )
 
 
 def _logprobs(

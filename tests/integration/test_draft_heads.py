@@ -79,10 +79,10 @@ def test_drafts_behind_a_handoff_are_those_of_plain_torch(tmp_path, monkeypatch)
         self: Drafter, slices: Sequence[Slice], hidden: Tensor, sampled: Sequence[int]
     ) -> Tensor:
         drafts = compute(self, slices, hidden, sampled)
-        ids, left = iter(sampled), iter(drafts.tolist())
-        for part in slices:
+        ids = iter(sampled)
+        for part, found in zip(slices, drafts.tolist(), strict=True):
             tokens = tuple(next(ids) for _ in range(part.num_sampled))
-            own = [next(left) for _ in range(part.num_drafts or 0)]
+            own = found[: part.num_drafts or 0]
             if own and part.sampling is not None and part.sampling.temperature == 0.0:
                 # Greedy choices of a prompt say the same.
                 num_known = part.start + part.length - part.num_guesses

@@ -7,6 +7,7 @@ asks for a value on the host, or makes a tensor from host data, fails at once.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +20,12 @@ from baton.kernels import reference
 from baton.kernels.constants import SILU, Gate
 from baton.model.config.rope_config import Rope
 from baton.model.config.tensor_parts import share
-from baton.model.layers.attention import Batch
+from baton.model.layers.attention import Batch, Chunk, Tables
 from baton.model.layers.decoder import Decoder
+from baton.model.layers.draft_head import NextnHead
 from baton.model.layers.linear import Linear
 from baton.model.layers.mlp import (
+    DenseMlp,
     ExpertMlp,
     GroupedProduct,
     SoftmaxRouter,
@@ -156,25 +159,35 @@ class RecordingQueue:
 
 
 class TableBackend:
-    """Attention in torch that reads tables on the device, and in a decode step nothing else."""
+    """Attention in torch that reads tables on the device, and in a decode step nothing else.
+
+    With `reads_chunks`, it makes the tables of the chunks of a step on its host.
+    """
 
     name = "tables"
     is_batch_invariant = False
     has_two_orders = False
 
-    def __init__(self, pool: Tensor, num_heads: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        pool: Tensor,
+        num_heads: int,
+        max_model_len: int,
+        *,
+        reads_chunks: bool = False,
+    ) -> None:
         """The last block of the pool takes what is not to be stored."""
         self.pool = pool
         self.num_heads = num_heads
         self.block_size, self.head_dim = pool.shape[4], pool.shape[5]
-        self.table_blocks = -(-max_model_len // self.block_size)
+        self._width = -(-max_model_len // self.block_size)
+        self.table_blocks = 0 if reads_chunks else self._width
         table = rope_table(Rope(1e4), self.head_dim, max_model_len)
         self._cos_sin = table.to(pool.device, pool.dtype)
 
     def begin(self, batch: Batch) -> None:
-        assert batch.tables is not None
         self._batch = batch
-        self._tables = batch.tables
+        self._tables = batch.tables or self._of_chunks(batch.chunks)
 
     def attend(
         self,
@@ -211,6 +224,17 @@ class TableBackend:
             blocks = tables.blocks[decoding:][owner]
             out = torch.cat((out, self._attended(q[decoding:], layer, blocks, seen)))
         return out.flatten(1) if rows is None else out[rows].flatten(1)
+
+    def _of_chunks(self, chunks: Sequence[Chunk]) -> Tables:
+        tables = [chunk.block_table[: self._width] for chunk in chunks]
+        blocks = [[*table, *[0] * (self._width - len(table))] for table in tables]
+        starts = [0, *(chunk.row + chunk.length for chunk in chunks)]
+        return Tables(
+            torch.tensor(blocks),
+            torch.tensor([chunk.end for chunk in chunks]),
+            torch.tensor(starts),
+            0,
+        )
 
     def _attended(self, q: Tensor, layer: int, blocks: Tensor, seen: Tensor) -> Tensor:
         """Attend from each row to the first keys of its own table, as many as are seen."""
@@ -287,6 +311,34 @@ def with_experts(
     return replace(decoder, layers=(*layers, replace(last, mlp=experts)))
 
 
+def random_head(decoder: Decoder, *, feeds_normed: bool) -> NextnHead:
+    """Return a head behind the layers of a random decoder, with weights of its own."""
+    like = decoder.layers[0]
+    number = len(decoder.layers)
+    torch.manual_seed(4)
+
+    def linear(source: Linear) -> Linear:
+        return replace(source, weight=torch.randn_like(source.weight) * 0.16)
+
+    gate_up, down = map(linear, like.mlp.linears())
+    layer = replace(
+        like,
+        qkv=linear(like.qkv),
+        output=linear(like.output),
+        mlp=DenseMlp(gate_up, down),
+        number=number,
+    )
+    norm = torch.rand_like(decoder.final_norm) + 0.5
+    joint = torch.randn(len(norm), 2 * len(norm), dtype=norm.dtype, device=norm.device)
+    return NextnHead(
+        embedding_norm=norm,
+        hidden_norm=norm.flip(0),
+        joint=Linear(joint * 0.16),
+        decoder=replace(decoder, layers=(layer,)),
+        feeds_normed=feeds_normed,
+    )
+
+
 def stand_in(  # noqa: PLR0913  (each test chooses a few)
     num_blocks: int,
     queue: RecordingQueue,
@@ -296,13 +348,16 @@ def stand_in(  # noqa: PLR0913  (each test chooses a few)
     *,
     has_counts: bool = True,
     max_len: int = MAX_LEN,
+    num_drafts: int = 0,
+    reads_chunks: bool = False,
 ) -> Runner:
     """Return a runner of a tiny random model in float64, over a pool on the queue's device.
 
     Without counts there, the host computes penalties.
 
     Several `ranks` compute all heads each, but only their part of every sum and of the logits. Two
-    give the bits of one, as halves of a product are exact.
+    give the bits of one, as halves of a product are exact. With `num_drafts`, a random head drafts
+    as many tokens.
     """
     torch.manual_seed(3)
     decoder = random_decoder(SHAPE, torch.float64, queue.device)
@@ -321,18 +376,22 @@ def stand_in(  # noqa: PLR0913  (each test chooses a few)
     sizes = (
         num_blocks + 1,
         SHAPE.num_kv_heads,
-        SHAPE.num_layers,
+        SHAPE.num_layers + 1,
         2,
         BLOCK_SIZE,
         SHAPE.head_dim,
     )
     pool = torch.zeros(sizes, dtype=torch.float64, device=queue.device)
     cache = KVCache(pool, torch.zeros(num_blocks + 1).numpy().astype("uint32"))
-    backend = TableBackend(pool, SHAPE.num_heads, max_len)
+    backend = TableBackend(pool, SHAPE.num_heads, max_len, reads_chunks=reads_chunks)
     counts = DeviceCounts(
         MAX_ROWS, SHAPE.vocab_size, queue.device, reference.penalize_counted
     )
     sampler = Sampler(
         eos_token_ids, sample_on_device, masks, counts if has_counts else None
     )
-    return Runner(decoder, backend, cache, sampler, queue, monotonic)
+    runner = Runner(decoder, backend, cache, sampler, queue, monotonic)
+    if num_drafts:
+        head = random_head(decoder, feeds_normed=num_drafts % 2 == 0)
+        runner.draft_with(head, num_drafts)
+    return runner

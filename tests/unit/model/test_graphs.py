@@ -3,7 +3,6 @@
 import os
 import random
 import weakref
-from collections import deque
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,31 +11,30 @@ import msgspec
 import pytest
 import torch
 from llguidance import LLMatcher
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from baton.decode_node.scheduler import DecodeScheduler
-from baton.model.runner.cuda_start import buckets_up_to
+from baton.model.runner.cuda_start import buckets_up_to, with_guesses
 from baton.model.runner.device_state import DeviceTables
 from baton.model.runner.runner import SPARE_WORDS, Runner
 from baton.model.runner.step_queue import CudaQueue, GraphQueue, HostQueue, StepWork
 from baton.model.sampling.token_masks import TokenMasks
-from baton.node.scheduling.block_pool import BlockPool
 from baton.node.scheduling.plan import Slice, StepPlan, StepResult
 from baton.node.scheduling.scheduler import NodeLimits
 from baton.protocol.config import EngineConfig
 from baton.protocol.ids import Key, RequestId
-from baton.protocol.messages import Decode, Failed, Tokens
 from baton.protocol.sampling import Penalties, Sampling
 from tests.support.compute import no_progress
 from tests.support.drive import key
-from tests.support.graph_stand_in import BLOCK_SIZE, SHAPE, RecordingQueue, stand_in
+from tests.support.graph_stand_in import SHAPE, RecordingQueue, stand_in
+from tests.support.graph_world import World, write_characters
 
 NUM_BLOCKS = 48
 NUM_SCHEDULES = int(os.environ.get("BATON_SCHEDULES", "16"))  # of about five sequences
 EOS = tuple(range(0, SHAPE.vocab_size, 16))
 LIMITS = NodeLimits(16, 6, 40, EOS, SHAPE.vocab_size)
+NUM_GUESSES = 3
 GUESSING = msgspec.structs.replace(
-    LIMITS, engine=EngineConfig(num_speculative_tokens=3, prompt_lookup_min=1)
+    LIMITS,
+    engine=EngineConfig(num_speculative_tokens=NUM_GUESSES, prompt_lookup_min=1),
 )
 PROMPTS = [
     [3 + (7 * salt + 5 * i) % 90 for i in range(1 + 3 * salt)] for salt in range(6)
@@ -74,13 +72,9 @@ SAMPLINGS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where the tokenizer is: id 0 ends, and every other id is a character."""
+    """Where the tokenizer is."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    characters = {chr(32 + number): number for number in range(1, SHAPE.vocab_size)}
-    tokenizer = Tokenizer(models.BPE(vocab={"<end>": 0, **characters}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
+    write_characters(folder)
     return folder
 
 
@@ -92,84 +86,21 @@ def captured(
     queue: RecordingQueue,
     masks: TokenMasks | None = None,
     num_decoding: int = LIMITS.max_num_seqs,
+    num_guesses: int = 0,
 ) -> Runner:
     runner = stand_in(NUM_BLOCKS, queue, EOS, masks=masks)
-    runner.capture(buckets_up_to(num_decoding, 64), no_progress)
+    buckets = buckets_up_to(num_decoding, 64)
+    runner.capture(with_guesses(buckets, num_guesses), no_progress)
     return runner
 
 
 def alone(runner: Runner, prompt: list[int], sampling: Sampling) -> list[int]:
     """One sequence by itself, each step collected before the next one is launched."""
-    world = World(runner, random.Random(0), depth=1)
+    world = World(runner, random.Random(0), 1, LIMITS)
     world.ask(prompt, sampling)
     while world.turn():
         pass
     return world.said[key("r0")]
-
-
-class World:
-    """A decode scheduler and a runner, with up to `depth` steps launched."""
-
-    def __init__(
-        self,
-        runner: Runner,
-        luck: random.Random,
-        depth: int,
-        limits: NodeLimits = LIMITS,
-        name: str = "r",
-    ) -> None:
-        """`name` begins the keys; no other world of the runner may have it while it serves."""
-        self.name = name
-        self.runner = runner
-        self.luck = luck
-        self.depth = depth
-        self.pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
-        self.scheduler = DecodeScheduler(self.pool, limits)
-        self.launched: deque[StepPlan] = deque()
-        self.asked: dict[Key, tuple[list[int], Sampling]] = {}
-        self.said: dict[Key, list[int]] = {}
-        self.ended: set[Key] = set()
-        # Cancelled or preempted: what they said is a beginning.
-        self.cut: set[Key] = set()
-
-    def ask(self, prompt: list[int], sampling: Sampling) -> None:
-        of = key(f"{self.name}{len(self.asked)}")
-        self.asked[of] = (prompt, sampling)
-        self.said[of] = []
-        self.scheduler.add(0.0, 0, Decode(of, list(prompt), len(prompt), sampling, 1))
-
-    def turn(self) -> bool:
-        """Launch what can be launched, collect the oldest; False when nothing is left."""
-        while len(self.launched) < self.depth and (plan := self.scheduler.plan(0.0)):
-            self.runner.launch(plan)
-            self.launched.append(plan)
-        if not self.launched:
-            return False
-        self.scheduler.settle(0.0, self.launched.popleft(), self.runner.collect())
-        for _, message in self.scheduler.outputs.take_router_messages():
-            match message:
-                case Tokens(entries=entries):
-                    for entry in entries:
-                        self.said[entry.key] += entry.token_ids
-                        if entry.finish_reason:
-                            self.ended.add(entry.key)
-                case Failed(key=of):
-                    self.cut.add(of)
-        return True
-
-    def play(self) -> None:
-        """Let sequences join, leave, end and be cancelled in a random order."""
-        for _ in range(self.luck.randint(2, 8)):
-            self.ask(self.luck.choice(PROMPTS), self.luck.choice(SAMPLINGS))
-            for _ in range(self.luck.randint(0, 5)):
-                self.turn()
-            if self.luck.random() < 0.2:
-                of = self.luck.choice(sorted(self.asked))
-                if of not in self.ended:
-                    self.cut.add(of)
-                self.scheduler.cancel(0, (of,))
-        while self.turn():
-            pass
 
 
 def test_random_schedules_say_what_one_eager_step_after_the_other_says(folder):
@@ -190,13 +121,13 @@ def test_random_schedules_say_what_one_eager_step_after_the_other_says(folder):
     )
     assert any(len(tokens) < 6 for tokens in expected.values()), "nothing ends early"
     queue = RecordingQueue()
-    runner = captured(queue, masks(folder))
+    runner = captured(queue, masks(folder), num_guesses=NUM_GUESSES)
     num_cut = 0
     num_right = 0
     for seed in range(NUM_SCHEDULES):
         limits = GUESSING if seed % 2 else LIMITS
         world = World(runner, random.Random(seed), 2, limits, f"{seed}-")
-        world.play()
+        world.play(PROMPTS, SAMPLINGS)
         for of, (prompt, sampling) in world.asked.items():
             whole = expected[tuple(prompt), sampling]
             said = world.said[of]
@@ -313,6 +244,41 @@ def test_steps_with_penalties_are_replayed_and_wait_for_no_token():
         "no token comes twice"
     )
     assert queue.num_replays >= 10
+
+
+@pytest.mark.parametrize("num_guessing", [1, 4])
+def test_steps_with_guesses_are_replayed_beside_sequences_without_any(num_guessing):
+    """Of four sequences; those with penalties guess nothing."""
+    limits = msgspec.structs.replace(GUESSING, eos_token_ids=())
+    guessing = Sampling(seed=1, max_tokens=24, temperature=0.0, logprobs=2)
+    others = Sampling(seed=1, max_tokens=24, penalties=Penalties(presence=0.5))
+    found = []
+    for runner in (
+        captured(RecordingQueue(), num_guesses=NUM_GUESSES),
+        stand_in(NUM_BLOCKS, RecordingQueue(), EOS),
+    ):
+        world = World(runner, random.Random(0), 1, limits)
+        for number in range(4):
+            sampling = guessing if number < num_guessing else others
+            world.ask(PROMPTS[1], sampling)
+        while world.turn():
+            pass
+        with_guesses = [
+            (result, is_replayed)
+            for plan, result, is_replayed in world.done
+            if any(part.num_guesses for part in plan.slices)
+        ]
+        assert len(with_guesses) > 3
+        found.append(with_guesses)
+    assert [is_replayed for _, is_replayed in found[0]] == [True] * len(found[0])
+    for (ours, _), (theirs, is_replayed) in zip(*found, strict=True):
+        assert not is_replayed
+        assert ours.tokens == theirs.tokens
+        for (_, own), (_, other) in zip(ours.logprobs, theirs.logprobs, strict=True):
+            assert [one.rank for one in own] == [one.rank for one in other]
+            assert [one.logprob for one in own] == pytest.approx(
+                [one.logprob for one in other], rel=1e-6
+            )
 
 
 @pytest.mark.parametrize(("spare_words", "num_eager"), [(SPARE_WORDS, 0), (1, 1)])

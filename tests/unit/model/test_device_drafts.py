@@ -1,0 +1,145 @@
+"""A head drafts on a device what it drafts on a host, eagerly and in steps that are replayed."""
+
+import os
+import random
+
+import msgspec
+import pytest
+from llguidance import LLMatcher
+
+from baton.model.runner.cuda_start import buckets_up_to, with_guesses
+from baton.model.runner.drafting import DeviceDrafter, Drafter
+from baton.model.runner.runner import Runner
+from baton.model.sampling.token_masks import TokenMasks
+from baton.node.scheduling.plan import StepPlan
+from baton.node.scheduling.scheduler import NodeLimits
+from baton.protocol.config import EngineConfig
+from baton.protocol.sampling import Penalties, Sampling
+from tests.support.compute import no_progress
+from tests.support.graph_stand_in import SHAPE, RecordingQueue, stand_in
+from tests.support.graph_world import World, write_characters
+
+NUM_BLOCKS = 48
+NUM_SCHEDULES = int(os.environ.get("BATON_SCHEDULES", "10"))
+PROMPTS = [
+    [3 + (7 * salt + 5 * i) % 90 for i in range(length)]
+    for salt, length in enumerate((1, 4, 7, 13, 22))
+]
+# The noise of hot samples is that of their drafts, which are often right then.
+SAMPLINGS = [
+    Sampling(seed=5, max_tokens=9, temperature=0.0),
+    Sampling(seed=6, max_tokens=20, temperature=9.0),
+    Sampling(seed=7, max_tokens=20, temperature=40.0, logprobs=2),
+    Sampling(seed=8, max_tokens=20, temperature=400.0, ignore_eos=True),
+    Sampling(
+        seed=9, max_tokens=12, min_tokens=6, temperature=40.0, stop_token_ids=(11, 40)
+    ),
+    Sampling(seed=10, max_tokens=12, penalties=Penalties(0.5, 0.7, 1.4)),
+    Sampling(seed=11, max_tokens=20, temperature=40.0, bad_words=((7,), (9,))),
+    Sampling(
+        seed=12, max_tokens=9, grammar=LLMatcher.grammar_from_regex("[a-o]{2,9}-[1-9]+")
+    ),
+]
+NUM_UNMASKED = 6  # the first ones
+EOS = (1, 17)
+PLAIN = NodeLimits(16, 6, 40, EOS, SHAPE.vocab_size)
+
+
+def limits_of(num_drafts: int) -> NodeLimits:
+    engine = EngineConfig(num_speculative_tokens=num_drafts, speculative_method="mtp")
+    return msgspec.structs.replace(PLAIN, engine=engine)
+
+
+@pytest.fixture(scope="module")
+def masks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_characters(folder)
+    return lambda: TokenMasks(folder, SHAPE.vocab_size, EOS)
+
+
+def drafting(num_drafts: int, masks: TokenMasks, kind: str) -> Runner:
+    """A runner whose head drafts on the host, or on the device in eager or replayed steps."""
+    on_host = kind == "host"
+    runner = stand_in(
+        NUM_BLOCKS,
+        RecordingQueue(),
+        EOS,
+        masks=masks,
+        num_drafts=num_drafts,
+        reads_chunks=on_host,
+        has_counts=not on_host,
+    )
+    assert isinstance(runner.drafter, Drafter if on_host else DeviceDrafter)
+    if kind == "replayed":
+        buckets = buckets_up_to(PLAIN.max_num_seqs, 64)
+        runner.capture(with_guesses(buckets, num_drafts, has_head=True), no_progress)
+    return runner
+
+
+@pytest.fixture(scope="module")
+def expected(masks):
+    """What each of two choices says without drafts, by the numbers of prompt and sampling."""
+    runner = stand_in(NUM_BLOCKS, RecordingQueue(), EOS, masks=masks())
+    said = {}
+    for prompt in range(len(PROMPTS)):
+        for sampling in range(len(SAMPLINGS)):
+            world = World(runner, random.Random(0), 1, PLAIN, f"{prompt}-{sampling}-")
+            world.ask(PROMPTS[prompt], SAMPLINGS[sampling], 2)
+            while world.turn():
+                pass
+            said[prompt, sampling] = [*world.said.values()]
+    return said
+
+
+def can_be_replayed(plan: StepPlan) -> bool:
+    """Whether a step has guesses, and neither masks nor a prompt of several choices."""
+    parts = plan.slices
+    return (
+        any(part.num_guesses for part in parts)
+        and not any(part.sampling and part.sampling.has_mask for part in parts)
+        and all(len(part.samples) <= 1 for part in parts)
+    )
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2, 3])
+def test_drafts_on_a_device_are_those_on_a_host_and_change_no_token(
+    num_drafts, masks, expected
+):
+    """Choices, chunks, cached prefixes, preemption, cancels, penalties and masks."""
+    kinds = ("host", "eager", "replayed")
+    runners = [drafting(num_drafts, masks(), kind) for kind in kinds]
+    num_right = num_cut = num_replayed = num_drafted = 0
+    for schedule in range(NUM_SCHEDULES):
+        worlds = []
+        for runner in runners:
+            luck = random.Random(schedule)
+            limits = limits_of(num_drafts)
+            world = World(runner, luck, 1 + schedule % 2, limits, f"{schedule}-")
+            few = SAMPLINGS[: luck.choice((NUM_UNMASKED, len(SAMPLINGS)))]
+            world.play(PROMPTS, few, most_choices=2)
+            worlds.append(world)
+        host = worlds[0]
+        for world in worlds[1:]:
+            for (plan, result, _), (other, theirs, _) in zip(
+                world.done, host.done, strict=True
+            ):
+                assert plan.slices == other.slices
+                assert result.tokens == theirs.tokens
+                assert result.drafts == theirs.drafts, (schedule, plan.step_id)
+                num_drafted += sum(len(drafts) for _, drafts in result.drafts)
+        for of, (prompt, sampling) in host.asked.items():
+            choices = expected[PROMPTS.index(prompt), SAMPLINGS.index(sampling)]
+            own = choices[of.choice]
+            said = host.said[of]
+            assert said == (own[: len(said)] if of in host.cut else own), of
+        for plan, _, is_replayed in worlds[2].done:
+            if can_be_replayed(plan):
+                assert is_replayed, plan
+                num_replayed += 1
+        assert host.pool.num_owned == 0
+        num_right += host.pool.counts.spec_decode_accepted_tokens
+        num_cut += len(host.cut)
+    assert num_replayed > 5 * NUM_SCHEDULES
+    assert num_right > 5 * NUM_SCHEDULES
+    assert num_drafted > 5 * num_right
+    assert num_cut > NUM_SCHEDULES / 4
