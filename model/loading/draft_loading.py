@@ -121,7 +121,8 @@ def _target_ids(eagle: EagleConfig, loader: DecoderLoader) -> Tensor | None:
     name = f"{eagle.prefix}{TARGETS}"
     if not checkpoint.dtype_of(name):
         return None
-    return torch.arange(eagle.decoder.vocab_size) + checkpoint.read(name)
+    ids = torch.arange(eagle.decoder.vocab_size) + checkpoint.read(name)
+    return ids.to(loader.weights.device)
 
 
 def _output(

@@ -18,7 +18,7 @@ from baton.model.runner.packing import Bucket
 from baton.model.runner.runner import Runner
 from baton.node.executor import Progress
 from baton.node.scheduling.plan import Slice, StepPlan
-from baton.protocol.config import CacheConfig
+from baton.protocol.config import CacheConfig, ClusterConfig
 from baton.protocol.errors import BatonError, NodeError
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.sampling import Penalties, Sampling
@@ -221,12 +221,13 @@ def free_for_pool(
     max_num_batched_tokens: int,
     max_num_seqs: int,
     max_model_len: int,
-    cache: CacheConfig,
+    config: ClusterConfig,
 ) -> int:
     """Return the bytes that a pool may take beside the largest steps, which are tried on `probe`.
 
     Nodes that share a GPU take equal parts of it, in any order of starting.
     """
+    cache = config.cache
     device = probe.device
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
@@ -240,6 +241,16 @@ def free_for_pool(
     decoding = [_slice("longest", max_model_len - 1, 1, probe)]
     decoding += [_slice(f"s{number}", 0, 1, probe) for number in range(1, max_num_seqs)]
     probe.execute(StepPlan(1, tuple(decoding)))
+    if num_guesses := config.engine.num_speculative_tokens:
+        most = max(1, max_num_batched_tokens - max_num_seqs) // num_guesses
+        start = max(1, max_model_len - 1 - 2 * num_guesses)
+        guessing = [_slice("longest", start, 1, probe, num_guesses)]
+        guessing += [
+            _slice(f"s{number}", 1, 1, probe, num_guesses if number < most else 0)
+            for number in range(1, max_num_seqs)
+        ]
+        guessing.sort(key=lambda part: part.length)
+        probe.execute(StepPlan(2, tuple(guessing)))
     needed = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
@@ -274,8 +285,8 @@ def warm_up(runner: Runner) -> None:
     """Compute prompts of two and of more tokens, a token again, and one of the longest context.
 
     This compiles every kernel, including the one that merges the splits of long contexts, for both
-    tiles of prefill attention. All stores go to block 0, which has no owner yet and whose first
-    owner stores before it reads.
+    tiles of prefill attention. A head drafts behind single tokens. All stores go to block 0, which
+    has no owner yet and whose first owner stores before it reads.
     """
     key = Key(RequestId("warm-up"))
     sampling = Sampling(
@@ -302,13 +313,21 @@ def warm_up(runner: Runner) -> None:
             2,
             past=(),
             state=_state_of(runner),
+            num_drafts=2 if runner.drafter is not None and length == 1 else None,
         )
         runner.execute(StepPlan(start, (part,)))
 
 
-def _slice(name: str, start: int, length: int, probe: Runner) -> Slice:
-    """Return a slice whose keys and values are all in block 0."""
-    num_blocks = -(-(start + length) // probe.cache.pool.shape[4])
+def _slice(
+    name: str, start: int, length: int, probe: Runner, num_guesses: int = 0
+) -> Slice:
+    """Return a slice whose keys and values are all in block 0.
+
+    Behind it are guesses, and as many drafts if a head makes them.
+    """
+    num_drafts = num_guesses if num_guesses and probe.drafter is not None else None
+    num_blocks = -(-(start + length + 2 * num_guesses) // probe.cache.pool.shape[4])
+    length += num_guesses
     sampling = Sampling(seed=0, max_tokens=1, top_p=0.9)
     tokens = (0,) * length
     table = (0,) * num_blocks
@@ -321,7 +340,9 @@ def _slice(name: str, start: int, length: int, probe: Runner) -> Slice:
         (0,),
         sampling,
         start + length,
+        num_guesses=num_guesses,
         state=_state_of(probe),
+        num_drafts=num_drafts,
     )
 
 

@@ -27,6 +27,7 @@ from baton.model.config.transformers_config import (
 from baton.model.layers.attention import IndexPool, PlainBackend, PoolParts
 from baton.model.layers.cpu_backend import CpuBackend, cpu_library
 from baton.model.layers.decoder import Decoder
+from baton.model.layers.draft_head import DraftHead
 from baton.model.layers.rotary import rope_table, unrotated
 from baton.model.loading.adapters import (
     LoraLoader,
@@ -259,7 +260,7 @@ def load_runner(
         experts_packing_of(plan, kernels),
     )
     decoder: StepDecoder
-    draft_head = None
+    draft_head: DraftHead | None = None
     loras = LoraLoader(plan.adapters, plan.device, plan.dtype, plan.lora_space)
     if isinstance(plan.decoder, TransformersConfig):
         # transformers takes seconds to import, and only its models need it.
@@ -275,7 +276,9 @@ def load_runner(
         draft_head = load_draft_head(plan.decoder, checkpoint, place, progress, decoder)
     progress("kv pool", 0, 1)
     if plan.device.type == "cuda":
-        runner, device_pool = _on_gpu(plan, config, decoder, progress, kernels)
+        runner, device_pool = _on_gpu(
+            plan, config, decoder, draft_head, progress, kernels
+        )
         runner.loras = loras
         return runner, device_pool
     shape = pool_shape(
@@ -331,6 +334,7 @@ def _on_gpu(
     plan: RankPlan,
     config: ClusterConfig,
     decoder: StepDecoder,
+    draft_head: DraftHead | None,
     progress: Progress,
     kernels: DeviceKernels,
 ) -> tuple[Runner, DevicePool]:
@@ -368,9 +372,12 @@ def _on_gpu(
         sampler = Sampler(
             plan.decoder.eos_token_ids, sample_tokens, _masks(plan), counts
         )
-        return Runner(
+        runner = Runner(
             decoder, backend, cache, sampler, CudaQueue(plan.device), boottime
         )
+        if draft_head is not None:
+            runner.draft_with(draft_head, config.engine.num_speculative_tokens)
+        return runner
 
     if not plan.num_blocks:
         probe = runner_over(1)
@@ -379,7 +386,7 @@ def _on_gpu(
             plan.max_num_batched_tokens,
             plan.max_num_seqs,
             plan.max_model_len,
-            config.cache,
+            config,
         )
         if num_bytes < plan.layout.block_bytes:
             raise NodeError(

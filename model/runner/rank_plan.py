@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from baton.kernels.constants import STATE_CHUNK
-from baton.model.checkpoint.draft_files import METHOD, check_drafts, with_draft_head
+from baton.model.checkpoint.draft_files import check_drafts, with_draft_head
 from baton.model.checkpoint.lora_files import (
     Adapter,
     check_takes_adapters,
@@ -260,8 +260,6 @@ def lacking_on_gpus(
     if num_ranks > 1 and num_ranks > (num_seen := len(gpus_of(0))):
         need = f"{num_ranks} ranks (engine.tensor_parallel_size) need one GPU each"
         return f"{need}, but this node sees {num_seen}"
-    if isinstance(decoder, DecoderConfig) and decoder.has_draft_head:
-        return f"{METHOD}: only CPUs draft with a part of the model yet; use ngram"
     # Triton exists on Linux only and is slow to import: only a rank on a GPU needs it.
     from baton.kernels.cuda.states.functions import missing_for as missing_for_states
     from baton.model.layers.cuda_backend import (

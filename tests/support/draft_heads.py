@@ -63,16 +63,16 @@ def _norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
 
 
-def _whole_folder(kind: str) -> Path:
+def _whole_folder(kind: str, **fields: int) -> Path:
     """A random model with one more layer, which becomes the one that drafts."""
-    fields = names_of(kind).fields
-    return foreign_folder(kind, num_hidden_layers=NUM_LAYERS + 1, **fields)
+    own = names_of(kind).fields
+    return foreign_folder(kind, num_hidden_layers=NUM_LAYERS + 1, **own, **fields)
 
 
 @cache
-def nextn_folder(kind: str, seed: int = 0) -> Path:
+def nextn_folder(kind: str, seed: int = 0, **fields: int) -> Path:
     """A random model whose last layer is one that drafts, under the names of its family."""
-    whole = _whole_folder(kind)
+    whole = _whole_folder(kind, **fields)
     names = names_of(kind)
     folder = scratch_folder(f"{kind}-nextn")
     config = json.loads((whole / "config.json").read_bytes())

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ from baton.kernels.hopper.narrow.product import streamed_experts
 from baton.kernels.hopper.products import product
 from baton.kernels.proofs import NARROW, NARROW_EXPERTS, PRODUCTS
 from baton.kernels.reference import NarrowWeight
+from baton.model.config.decoder_config import DecoderConfig
 from baton.model.executors.worker_executor import environment_of
 from baton.model.layers.linear import Linear
 from baton.model.layers.mlp import DenseMlp
@@ -24,6 +26,7 @@ from baton.model.runner.compute_digest import compute_path, is_batch_invariant
 from baton.model.runner.cuda_start import GpuMemory
 from baton.model.runner.device_kernels import DeviceKernels
 from baton.model.runner.rank_plan import plan_rank
+from baton.node.scheduling.plan import StepPlan, StepResult
 from baton.protocol.config import CacheConfig, ClusterConfig, ModelConfig
 from baton.protocol.errors import ConfigError, NodeError
 from baton.router.core.registry import differences
@@ -32,9 +35,12 @@ from baton.runtime.host import gpus_of
 from baton.runtime.local_cluster import LocalCluster
 from tests.support.checkpoints import model_folder
 from tests.support.compute import compute_config, loaded
+from tests.support.draft_heads import nextn_folder
 from tests.support.foreign_checkpoints import foreign_folder
 from tests.support.graph_stand_in import MAX_LEN, RecordingQueue, stand_in
 from tests.support.scripted_nodes import node_info
+
+Execute = Callable[[StepPlan], StepResult]
 
 
 def config_for(device: str, **model: int) -> ClusterConfig:
@@ -167,6 +173,21 @@ def test_gpus_choose_keys_by_indexes_that_fit_their_kernels():
 
 
 @pytest.mark.usefixtures("with_gpu")
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [("deepseek_v3", {}), ("deepseek_v32", {}), ("glm4_moe", {"head_dim": 32})],
+)
+def test_gpus_draft_with_layers_that_fit_their_kernels(kind, fields):
+    values = {"engine.device": "cuda", "engine.num_speculative_tokens": 2}
+    values["engine.speculative_method"] = "mtp"
+    config = with_values(compute_config(nextn_folder(kind, **fields)), values)
+    plan = plan_rank(config, 1)
+    assert plan.device.type == "cuda"
+    assert isinstance(plan.decoder, DecoderConfig)
+    assert plan.decoder.has_draft_head
+
+
+@pytest.mark.usefixtures("with_gpu")
 def test_a_gpu_without_bf16_products_is_refused_by_its_capability(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (7, 5))
     with pytest.raises(ConfigError, match=r"capability 7\.5; CUDA kernels need 8\.0"):
@@ -235,7 +256,10 @@ def test_a_host_without_a_gpu_that_works_is_one_line(
     ] * in_dev
 
 
-def test_a_pool_takes_nine_tenths_of_what_the_largest_steps_leave(monkeypatch):
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_a_pool_takes_nine_tenths_of_what_the_largest_steps_leave(
+    num_drafts, monkeypatch
+):
     """They need their memory twice: captured steps keep some of their own."""
     gib = 1 << 30
     ran = []
@@ -248,19 +272,22 @@ def test_a_pool_takes_nine_tenths_of_what_the_largest_steps_leave(monkeypatch):
         "memory_reserved": 16 * gib,
     }.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
-    probe = stand_in(1, RecordingQueue())
-    monkeypatch.setattr(
-        probe,
-        "execute",
-        lambda plan, execute=probe.execute: ran.append(
-            (sum(part.length for part in plan.slices), len(execute(plan).tokens))
-        ),
-    )
-    steps = (probe, 24, 6, MAX_LEN, CacheConfig())
+    probe = stand_in(1, RecordingQueue(), num_drafts=num_drafts)
+
+    def execute(plan: StepPlan, execute: Execute = probe.execute) -> None:
+        result = execute(plan)
+        num_tokens = sum(part.length for part in plan.slices)
+        num_drafted = sum(len(drafts) for _, drafts in result.drafts)
+        ran.append((num_tokens, len(result.tokens), num_drafted))
+
+    monkeypatch.setattr(probe, "execute", execute)
+    config = with_values(ClusterConfig(), {"engine.num_speculative_tokens": num_drafts})
+    steps = (probe, 24, 6, MAX_LEN, config)
     assert cuda_start.free_for_pool(*steps) == int(0.9 * (60 - 2 * 2) * gib)
-    assert ran == [(24, 1), (6, 6)], (
-        "a whole chunk, then as many sequences as a step takes"
-    )
+    largest = [(24, 1, 0), (6, 6, 0)]  # a chunk, and as many sequences as a step takes
+    if num_drafts:
+        largest.append((24, 6, 18))
+    assert ran == largest
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (3 * gib, 80 * gib))
     assert cuda_start.free_for_pool(*steps) == 0
 
