@@ -103,9 +103,7 @@ class CudaBackend:
         self._views: dict[tuple[int, bool], View] = {}
         if self._index is not None:
             self._sequences = _sequences(batch.tables, batch.num_tokens)
-            # A token of padding is not stored, and sees nothing.
-            seen = torch.where(batch.slots < 0, 0, batch.positions + 1)
-            self._num_seen = seen.to(torch.int32)
+            self._num_seen = _num_seen(batch.tables, batch.positions)
 
     def attend(
         self,
@@ -312,6 +310,18 @@ def _sequences(tables: Tables, num_tokens: int) -> Tensor:
     )
     later = later.clamp(max=len(tables.blocks) - decoding - 1) + decoding
     return torch.cat((rows[:decoding], later))
+
+
+def _num_seen(tables: Tables, positions: Tensor) -> Tensor:
+    """Return how many keys each row of a batch sees, `[num_tokens]` int32; padding sees none."""
+    decoding = tables.num_decoding
+    alone = tables.context_lens[:decoding]
+    if decoding == len(tables.blocks):
+        return alone
+    later = positions[decoding:]
+    rows = torch.arange(len(later), device=later.device)
+    seen = torch.where(rows < tables.query_starts[-1], later + 1, 0)
+    return torch.cat((alone, seen.int()))
 
 
 def missing_for_index(num_heads: int, head_dim: int) -> str:

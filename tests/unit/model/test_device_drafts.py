@@ -1,7 +1,9 @@
 """A head drafts on a device what it drafts on a host, eagerly and in steps that are replayed."""
 
+import json
 import os
 import random
+import sys
 
 import msgspec
 import pytest
@@ -16,8 +18,10 @@ from baton.node.scheduling.scheduler import NodeLimits
 from baton.protocol.config import EngineConfig
 from baton.protocol.sampling import Penalties, Sampling
 from tests.support.compute import no_progress
+from tests.support.draft_heads import eagle_folder, eagle_model, nextn_folder
 from tests.support.graph_stand_in import SHAPE, RecordingQueue, stand_in
 from tests.support.graph_world import World, write_characters
+from tests.support.module_process import said_by
 
 NUM_BLOCKS = 48
 NUM_SCHEDULES = int(os.environ.get("BATON_SCHEDULES", "10"))
@@ -143,3 +147,49 @@ def test_drafts_on_a_device_are_those_on_a_host_and_change_no_token(
     assert num_right > 5 * NUM_SCHEDULES
     assert num_drafted > 5 * num_right
     assert num_cut > NUM_SCHEDULES / 4
+
+
+STATES = {
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 32,
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "deepseek_v32",
+        "qwen3_5_text",
+        *(
+            pytest.param(kind, marks=pytest.mark.release)
+            for kind in ("deepseek_v3", "glm4_moe", "glm_moe_dsa", "eagle3")
+        ),
+    ],
+)
+def test_the_kernels_of_gpus_draft_what_those_of_cpus_do(kind):
+    """Chunks of prompts, repeated tokens and guesses, in Triton's interpreter."""
+    if sys.platform != "linux":
+        pytest.skip("Triton runs on Linux only")
+    match kind:
+        case "eagle3":
+            words = f"{eagle_model()},{eagle_folder()},float32,16"
+        case "qwen3_5_text":
+            words = f"{nextn_folder(kind, **STATES)},,bfloat16,64"
+        case "glm4_moe":
+            words = f"{nextn_folder(kind, head_dim=32)},,float32,16"
+        case _:
+            words = f"{nextn_folder(kind)},,float32,16"
+    *_, line = said_by(
+        "tests.support.interpret_drafts", words, env={"TRITON_INTERPRET": "1"}
+    )
+    (found,) = json.loads(line)
+    texts = [one["texts"] for one in found.values()]
+    assert texts == texts[:1] * 4
+    host, eager, replayed, none = found.values()
+    assert host["drafts"] == eager["drafts"] == replayed["drafts"]
+    assert host["num_right"] > 3
+    assert host["num_steps"] < none["num_steps"]
+    assert replayed["num_replays"] > 3
