@@ -12,6 +12,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import torch
 import triton
@@ -35,7 +36,7 @@ from baton.model.layers.linear import Linear
 from baton.model.layers.mlp import DenseMlp, StackedExperts
 from baton.model.layers.rotary import rope_table
 from baton.model.runner.compute_digest import is_batch_invariant
-from baton.model.runner.cuda_start import buckets_up_to, prepare
+from baton.model.runner.cuda_start import buckets_up_to, prepare, with_guesses
 from baton.model.runner.kv_cache import KVCache
 from baton.model.runner.runner import Runner
 from baton.model.sampling.device_counts import DeviceCounts
@@ -44,7 +45,12 @@ from baton.node.scheduling.plan import Slice, StepPlan
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.sampling import Penalties, Sampling
 from baton.runtime.clock import monotonic
-from tests.support.graph_stand_in import RecordingQueue, Watch, with_experts
+from tests.support.graph_stand_in import (
+    RecordingQueue,
+    Watch,
+    random_head,
+    with_experts,
+)
 from tools.gpu.engine import random_decoder
 from tools.gpu.floors import Shape
 
@@ -62,6 +68,7 @@ NUM_BLOCKS = 48
 BLOCK_SIZE = 16
 MAX_LEN = 4096
 MAX_SEQS = 64
+NUM_DRAFTS = 3
 NUM_BATCHES = 200
 HOPPER = frozenset({PREFILL, ONE_ORDER, OVERLAPS})
 
@@ -97,13 +104,14 @@ def runner(
     is_ordered: bool,
     proven: frozenset[str] = frozenset(),
 ) -> Runner:
-    """Build a rank of a `kind`: dense, latent, sparse, states or kinds."""
+    """Build a rank of a `kind`: dense, latent, sparse, states, kinds or drafts."""
     is_latent = kind in {"latent", "sparse"}
     is_sparse = kind == "sparse"
     has_states = kind == "states"
     dtype = torch.bfloat16
     device = queue.device
-    stored = (SHAPE.num_kv_heads, SHAPE.num_layers, 2, BLOCK_SIZE, SHAPE.head_dim)
+    num_layers = SHAPE.num_layers + (kind == "drafts")
+    stored = (SHAPE.num_kv_heads, num_layers, 2, BLOCK_SIZE, SHAPE.head_dim)
     if is_latent:
         stored = (1, SHAPE.num_layers, 1, BLOCK_SIZE, LATENT.row_dim)
     pool = torch.empty((NUM_BLOCKS, *stored), dtype=dtype, device=device)
@@ -143,7 +151,10 @@ def runner(
     decoder = with_experts(decoder, grouped_product, 16)
     counts = DeviceCounts(MAX_SEQS, SHAPE.vocab_size, device, penalize_counted)
     sampler = Sampler((2,), sample_tokens, counts=counts)
-    return Runner(decoder, backend, cache, sampler, queue, monotonic)
+    rank = Runner(decoder, backend, cache, sampler, queue, monotonic)
+    if kind == "drafts":
+        rank.draft_with(random_head(decoder, feeds_normed=False), NUM_DRAFTS)
+    return rank
 
 
 def with_ordered_products(decoder: Decoder) -> Decoder:
@@ -248,8 +259,27 @@ def with_kinds(decoder: Decoder, device: torch.device) -> Decoder:
     )
 
 
-def batch(luck: random.Random, step: int, state_blocks: int) -> StepPlan:
+def batch(luck: random.Random, step: int, kind: str, state_blocks: int) -> StepPlan:
     """Return a step of sequences that decode, prompts at any place, or both."""
+    slices = slices_of(luck, step, state_blocks)
+    if kind == "drafts":
+        slices = [drafting(luck, part) for part in slices]
+    return StepPlan(step, tuple(slices))
+
+
+def drafting(luck: random.Random, part: Slice) -> Slice:
+    """Let a sequence that decodes have guesses and ask for drafts."""
+    if part.length > 1 + NUM_DRAFTS or not part.start or len(part.samples) != 1:
+        return part
+    return msgspec.structs.replace(
+        part,
+        num_guesses=part.length - 1,
+        num_drafts=luck.randint(0, NUM_DRAFTS),
+        block_table=(*part.block_table, 0),
+    )
+
+
+def slices_of(luck: random.Random, step: int, state_blocks: int) -> list[Slice]:
     num_decoding = luck.choice((0, 1, 1, 2, 5, 16, 33, MAX_SEQS))
     lengths = [1] * num_decoding + [
         luck.randint(2, 90) for _ in range(luck.randint(0, 3))
@@ -284,7 +314,7 @@ def batch(luck: random.Random, step: int, state_blocks: int) -> StepPlan:
                 state=tuple(luck.randrange(NUM_BLOCKS) for _ in range(state_blocks)),
             )
         )
-    return StepPlan(step, tuple(slices))
+    return slices
 
 
 def steps_of(
@@ -301,7 +331,10 @@ def steps_of(
     rank = runner(queue, kind, is_ordered=is_ordered, proven=proven)
     states = rank.cache.states
     state_blocks = 0 if states is None else states.num_blocks
-    prepare(rank, buckets_up_to(MAX_SEQS, 2048) if with_graphs else (), lambda *_: None)
+    buckets = buckets_up_to(MAX_SEQS, 2048) if with_graphs else ()
+    if kind == "drafts":
+        buckets = with_guesses(buckets, NUM_DRAFTS, has_head=True)
+    prepare(rank, buckets, lambda *_: None)
     after_warm_up = set(variants.found)
     luck = random.Random(0)
     copies = set()
@@ -310,7 +343,7 @@ def steps_of(
     for step in range(NUM_BATCHES):
         before = queue.num_replays
         with Watch() as watch:
-            rank.launch(batch(luck, step, state_blocks))
+            rank.launch(batch(luck, step, kind, state_blocks))
         rank.collect()
         copies.add(watch.num_copies_to_device)
         converted.update({"to", "_to_copy"} & set(watch.names))
@@ -340,6 +373,9 @@ def main() -> None:
         "kinds": steps_of("kinds"),
         "hopper": steps_of(proven=HOPPER),
         "hopper ordered": steps_of(is_ordered=True, proven=HOPPER),
+        "drafts": steps_of("drafts"),
+        "hopper drafts": steps_of("drafts", proven=HOPPER),
+        "drafts graphs": steps_of("drafts", with_graphs=True),
         "graphs": steps_of(with_graphs=True),
         "kinds graphs": steps_of("kinds", with_graphs=True),
         "latent graphs": steps_of("latent", with_graphs=True),

@@ -72,6 +72,8 @@ EAGER = (
     "kinds",
     "hopper",
     "hopper ordered",
+    "drafts",
+    "hopper drafts",
 )
 GRAPHS = (
     "graphs",
@@ -79,6 +81,7 @@ GRAPHS = (
     "states graphs",
     "sparse graphs",
     "kinds graphs",
+    "drafts graphs",
 )
 
 _WINDOW = {
@@ -221,6 +224,8 @@ def test_warm_up_compiles_every_variant_that_random_batches_take(launched):
     states = launched["states"]
     assert states["added"] == []
     assert set(states["warm_up"]) == STEP_KERNELS | STATE_KERNELS
+    for name in ("drafts", "hopper drafts"):
+        assert launched[name]["added"] == [], name
     assert [launched[name]["added"] for name in GRAPHS] == [[]] * len(GRAPHS)
 
 
@@ -229,9 +234,11 @@ def test_warm_up_compiles_every_variant_that_random_batches_take(launched):
 def test_no_launch_reads_the_host_and_a_replayed_one_only_sends_its_inputs(launched):
     """On `meta` nothing can be read; an operation that waits or mixes devices fails at once."""
     assert [found["copies"] for found in launched.values()] == [[1]] * len(launched)
-    # An index weighs its heads in fp32.
+    # An index weighs its heads in fp32, and a head that drafts counts in two types.
     converted = [
-        found["converted"] for name, found in launched.items() if "sparse" not in name
+        found["converted"]
+        for name, found in launched.items()
+        if not {"sparse", "drafts"} & set(name.split())
     ]
     assert not any(converted), "logits are widened"
     # Into block tables, and into the counts of sequences that have just begun.
