@@ -53,7 +53,9 @@ class Speculation:
     def num_drafts(self, sequence: Sequence) -> int:
         """Return how many tokens the next step should draft after the one that it samples."""
         guesser = self._guessers.get(sequence.key)
-        return 0 if guesser is None else guesser.num_drafts(sequence.num_tokens)
+        if guesser is None:
+            return 0
+        return guesser.num_drafts(sequence.num_tokens, len(self._guessers))
 
     def expect(self, sequence: Sequence, num_drafts: int) -> None:
         """Note that a launched step drafts so many tokens."""
@@ -85,8 +87,11 @@ class Guesser(Protocol):
         """Return what may follow these tokens, which begin with those of the last call."""
         ...
 
-    def num_drafts(self, num_tokens: int) -> int:
-        """Return how many tokens a step should draft that makes a sequence of `num_tokens`."""
+    def num_drafts(self, num_tokens: int, num_guessing: int) -> int:
+        """Return how many tokens a step should draft that makes a sequence of `num_tokens`.
+
+        So many sequences of this node are guessing.
+        """
         ...
 
     def take(self, drafts: tuple[int, ...]) -> None:
@@ -125,6 +130,7 @@ class HeadDrafts:
         self._most = limits.engine.num_speculative_tokens
         self._pause = Pause()
         self._cost = limits.draft_cost
+        self._num_guessing = 1
         self._right, self._tried = PRIOR_DRAFTS
         # What may follow the tokens that are known now.
         self._drafts: tuple[int, ...] = ()
@@ -132,7 +138,8 @@ class HeadDrafts:
     def guesses(self, token_ids: list[int]) -> tuple[int, ...]:
         return self._drafts if self._pause.is_over(len(token_ids)) else ()
 
-    def num_drafts(self, num_tokens: int) -> int:
+    def num_drafts(self, num_tokens: int, num_guessing: int) -> int:
+        self._num_guessing = num_guessing
         if not self._pause.is_over(num_tokens):
             return 0
         # After a pause, one finds out whether drafts pay again.
@@ -151,8 +158,9 @@ class HeadDrafts:
     def _best(self) -> int:
         """Return how many drafts give the most tokens for the time of a step without any."""
         share = self._right / self._tried
+        cost = self._cost.of(self._num_guessing)
         gains = [
-            sum(share**right for right in range(count + 1)) / (1 + self._cost * count)
+            sum(share**right for right in range(count + 1)) / (1 + cost * count)
             for count in range(self._most + 1)
         ]
         return gains.index(max(gains))
@@ -180,7 +188,7 @@ class PromptLookup:
             self._guesses = self._found() if self._pause.is_over(len(token_ids)) else ()
         return self._guesses
 
-    def num_drafts(self, num_tokens: int) -> int:
+    def num_drafts(self, num_tokens: int, num_guessing: int) -> int:
         return 0
 
     def take(self, drafts: tuple[int, ...]) -> None:

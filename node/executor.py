@@ -9,7 +9,7 @@ from typing import Protocol
 import msgspec
 
 from baton.kv_transfer.interfaces import TransferPort
-from baton.node.scheduling.plan import StepPlan, StepResult
+from baton.node.scheduling.plan import DraftCost, StepPlan, StepResult
 from baton.protocol.messages import KVLayout, NodeFacts, RankAddress
 
 RANK_KILLED = "rank_killed"  # the error's code if a signal from outside ended a rank
@@ -31,7 +31,7 @@ class ExecutorInfo(msgspec.Struct, frozen=True):
     batch_invariant: bool = False  # a token's bits depend on its own sequence alone
     compute: str = ""  # equal for nodes that compute the same bits
     facts: NodeFacts = NodeFacts()
-    draft_cost: float = 0.0  # of a draft, as a share of a step without any
+    draft_cost: DraftCost = DraftCost()
     # It promises bits, but those of a prompt's tokens are others than those of a response's.
     has_two_orders: bool = False
 

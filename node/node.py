@@ -279,11 +279,6 @@ class EngineNode:
                 f"the KV pool holds {kv_tokens} tokens, so no sequence can be longer, although the "
                 f"model takes {info.max_model_len}: raise cache.{setting}",
             )
-        if info.layout.state_blocks and self.config.engine.num_speculative_tokens:
-            log.warning(
-                "engine.num_speculative_tokens: this node guesses no tokens, because a state that "
-                "has gone through wrong ones cannot be taken back"
-            )
         log.info(
             "ready",
             role=self.role,

@@ -291,6 +291,7 @@ def _combined(infos: Sequence[ExecutorInfo]) -> ExecutorInfo:
         "batch_invariant": all(info.batch_invariant for info in infos),
         "has_two_orders": any(info.has_two_orders for info in infos),
         "compute": "+".join(dict.fromkeys(info.compute for info in infos)),
+        "draft_cost": infos[0].draft_cost,  # which each has measured
     }
     info = msgspec.structs.replace(infos[0], **shared)
     # Only the first rank has read all weights, so the models of the others are not compared.

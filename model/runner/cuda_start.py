@@ -232,25 +232,22 @@ def free_for_pool(
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    probe.execute(
-        StepPlan(
-            0, (_slice("prompt", 0, min(max_num_batched_tokens, max_model_len), probe),)
-        )
-    )
+    length = min(max_num_batched_tokens, max_model_len)
+    probe.execute(StepPlan(0, (idle_slice("prompt", 0, length, probe),)))
     # A table as wide as the longest sequence needs the largest workspace.
-    decoding = [_slice("longest", max_model_len - 1, 1, probe)]
-    decoding += [_slice(f"s{number}", 0, 1, probe) for number in range(1, max_num_seqs)]
-    probe.execute(StepPlan(1, tuple(decoding)))
-    if num_guesses := config.engine.num_speculative_tokens:
-        most = max(1, max_num_batched_tokens - max_num_seqs) // num_guesses
-        start = max(1, max_model_len - 1 - 2 * num_guesses)
-        guessing = [_slice("longest", start, 1, probe, num_guesses)]
-        guessing += [
-            _slice(f"s{number}", 1, 1, probe, num_guesses if number < most else 0)
+    num_guesses = config.engine.num_speculative_tokens
+    most = max(1, max_num_batched_tokens - max_num_seqs)
+    for guesses in sorted({0, num_guesses}):
+        start = max(0, max_model_len - 2 - 2 * guesses)
+        decoding = [idle_slice("longest", start, 1, probe, guesses)]
+        decoding += [
+            idle_slice(
+                f"s{number}", 1, 1, probe, guesses if number * guesses < most else 0
+            )
             for number in range(1, max_num_seqs)
         ]
-        guessing.sort(key=lambda part: part.length)
-        probe.execute(StepPlan(2, tuple(guessing)))
+        decoding.sort(key=lambda part: part.length)
+        probe.execute(StepPlan(1, tuple(decoding)))
     needed = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
@@ -318,30 +315,29 @@ def warm_up(runner: Runner) -> None:
         runner.execute(StepPlan(start, (part,)))
 
 
-def _slice(
-    name: str, start: int, length: int, probe: Runner, num_guesses: int = 0
+def idle_slice(
+    name: str, start: int, length: int, runner: Runner, num_guesses: int | None = None
 ) -> Slice:
     """Return a slice whose keys and values are all in block 0.
 
-    Behind it are guesses, and as many drafts if a head makes them.
+    One that decodes has guesses, and asks for as many drafts if a head makes them.
     """
-    num_drafts = num_guesses if num_guesses and probe.drafter is not None else None
-    num_blocks = -(-(start + length + 2 * num_guesses) // probe.cache.pool.shape[4])
-    length += num_guesses
     sampling = Sampling(seed=0, max_tokens=1, top_p=0.9)
-    tokens = (0,) * length
-    table = (0,) * num_blocks
+    num_drafts = num_guesses if runner.drafter is not None else None
+    num_ahead = 0 if num_guesses is None else 1 + 2 * num_guesses
+    num_blocks = -(-(start + length + num_ahead) // runner.cache.pool.shape[4])
+    length += num_guesses or 0
     return Slice(
         Key(RequestId(name)),
         start,
         length,
-        tokens,
-        table,
+        (0,) * length,
+        (0,) * num_blocks,
         (0,),
         sampling,
         start + length,
-        num_guesses=num_guesses,
-        state=_state_of(probe),
+        num_guesses=num_guesses or 0,
+        state=_state_of(runner),
         num_drafts=num_drafts,
     )
 

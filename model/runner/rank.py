@@ -1,6 +1,7 @@
 """Make everything that computes one rank: weights, pool, runner and transfer port."""
 
 import ctypes
+import math
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -49,6 +50,7 @@ from baton.model.runner.compute_digest import (
 from baton.model.runner.cuda_start import (
     buckets_up_to,
     free_for_pool,
+    idle_slice,
     keep_sums_whole,
     line_without_pool,
     memory_of,
@@ -84,6 +86,7 @@ from baton.model.sampling.sampler import Sampler, compiled
 from baton.model.sampling.token_masks import TokenMasks
 from baton.model.tensor_parallel import Ranks, least
 from baton.node.executor import AdapterLoad, ExecutorInfo, Progress
+from baton.node.scheduling.plan import DraftCost, StepPlan
 from baton.protocol.adapters import lora_version
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError, NodeError
@@ -96,9 +99,10 @@ from baton.runtime.log import logger
 # From malloc.h; the largest threshold that glibc takes.
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
-# What one more row of each sequence takes, as a share of a step, measured on two cores with four
-# sequences of the demo model.
-ROW_COST = 0.15
+# Most sequences with which the cost of a draft is measured, how often, and for about how long.
+COST_SEQUENCES = 8
+COST_ROUNDS = 16
+COST_SECONDS = 1.0
 KEPT_BYTES = 32 << 20
 
 log = logger("rank")
@@ -193,7 +197,9 @@ def load_rank(
             lora_modules=tuple(one.name for one in plan.adapters),
             tasks=plan.tasks,
         ),
-        draft_cost=draft_cost(runner),
+        draft_cost=draft_cost(
+            runner, config.engine.num_speculative_tokens, plan.max_num_seqs
+        ),
         has_two_orders=has_two_orders(runner),
     )
     return LoadedRank(runner, pool, port, info, plan)
@@ -420,18 +426,37 @@ def _rotation(plan: RankPlan) -> tuple[list[Tensor], float]:
     return tables, model.rms_norm_eps
 
 
-def draft_cost(runner: Runner) -> float:
-    """Return what a draft and its row in the next step take, as a share of a step without any.
+def draft_cost(runner: Runner, num_drafts: int, max_num_seqs: int) -> DraftCost:
+    """Measure what a draft costs with one sequence and with some.
 
-    Reading weights is most of a decode step, so the head takes as much as it has of them.
+    All stores go to block 0, which has no owner yet.
     """
     if runner.drafter is None:
-        return 0.0
-    own, models = (
-        sum(linear.weight.numel() for linear in part.linears())
-        for part in (runner.drafter.head, runner.decoder)
-    )
-    return own / models + ROW_COST
+        return DraftCost()
+    several = min(COST_SEQUENCES, max_num_seqs)
+    one = _cost_with(1, runner, num_drafts)
+    if several == 1:
+        return DraftCost(one)
+    more = _cost_with(several, runner, num_drafts) - one
+    return DraftCost(one, max(0.0, more / math.log2(several)))
+
+
+def _cost_with(num_sequences: int, runner: Runner, num_drafts: int) -> float:
+    def seconds(num_guesses: int) -> float:
+        names = [f"s{number}" for number in range(num_sequences)]
+        slices = tuple(idle_slice(name, 1, 1, runner, num_guesses) for name in names)
+        result = runner.execute(StepPlan(0, slices))
+        return result.ended_s - result.started_s
+
+    for _ in range(2):  # the first steps take longer
+        pair_s = seconds(0) + seconds(num_drafts)
+    num_rounds = max(2, min(COST_ROUNDS, int(COST_SECONDS / pair_s)))
+    num_rounds = least(runner.decoder.ranks, num_rounds, runner.device)
+    # In turns, because others may use the machine for a while.
+    pairs = [(seconds(0), seconds(num_drafts)) for _ in range(num_rounds)]
+    without = min(pair[0] for pair in pairs)
+    with_drafts = min(pair[1] for pair in pairs)
+    return max(0.0, with_drafts / without - 1) / num_drafts
 
 
 def keep_freed_memory() -> None:

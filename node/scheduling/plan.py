@@ -5,7 +5,9 @@ length one; a chunk of a prompt is a longer slice; one plan mixes both. A plan c
 that a cost model needs.
 """
 
+import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
@@ -115,6 +117,19 @@ class StepResult(msgspec.Struct, frozen=True):
     prompt_logprobs: tuple[tuple[int, bytes], ...] = ()
     pooled: tuple[tuple[int, bytes], ...] = ()
     drafts: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+
+class DraftCost(NamedTuple):
+    """What a draft and its row in the next step take, as a share of a step without any.
+
+    With few sequences, reading weights is most of a step, and rows cost little.
+    """
+
+    one_sequence: float = 0.0
+    doubling: float = 0.0  # what it is more for twice as many sequences
+
+    def of(self, num_sequences: int) -> float:
+        return self.one_sequence + self.doubling * math.log2(max(1, num_sequences))
 
 
 # The loop's number of the router that sent a request, which says nothing else to a scheduler.

@@ -12,7 +12,7 @@ import msgspec
 
 from baton.kv_transfer.interfaces import ConnectorReport
 from baton.node.scheduling.block_pool import BlockPool
-from baton.node.scheduling.plan import Origin, Outputs, StepPlan, StepResult
+from baton.node.scheduling.plan import DraftCost, Origin, Outputs, StepPlan, StepResult
 from baton.node.scheduling.prefetches import Prefetches
 from baton.node.scheduling.tiers import Tiers
 from baton.protocol.adapters import shown_lora
@@ -35,7 +35,7 @@ class NodeLimits(msgspec.Struct, frozen=True):
     vocab_size: int = 1 << 31  # token ids are below this
     # Whose bounds of a step may be 0, unlike those above.
     engine: EngineConfig = EngineConfig()
-    draft_cost: float = 0.0  # of a draft, as a share of a step without any
+    draft_cost: DraftCost = DraftCost()
     lora_modules: tuple[str, ...] = ()
     tasks: ModelTasks = ModelTasks()
     max_loras: int = 0  # adapters that may be loaded at run time

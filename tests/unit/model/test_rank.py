@@ -25,8 +25,10 @@ from baton.model.runner import cuda_start, device_kernels, rank_plan
 from baton.model.runner.compute_digest import compute_path, is_batch_invariant
 from baton.model.runner.cuda_start import GpuMemory
 from baton.model.runner.device_kernels import DeviceKernels
+from baton.model.runner.rank import draft_cost
 from baton.model.runner.rank_plan import plan_rank
-from baton.node.scheduling.plan import StepPlan, StepResult
+from baton.model.runner.step_queue import StepWork
+from baton.node.scheduling.plan import DraftCost, StepPlan, StepResult
 from baton.protocol.config import CacheConfig, ClusterConfig, ModelConfig
 from baton.protocol.errors import ConfigError, NodeError
 from baton.router.core.registry import differences
@@ -290,6 +292,29 @@ def test_a_pool_takes_nine_tenths_of_what_the_largest_steps_leave(
     assert ran == largest
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (3 * gib, 80 * gib))
     assert cuda_start.free_for_pool(*steps) == 0
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1, 3])
+def test_a_draft_costs_what_a_step_with_drafts_takes_longer(num_drafts):
+    now_s = 0.0
+
+    class Timed(RecordingQueue):
+        """A step takes two seconds, and a quarter for each sample and draft."""
+
+        def launch(self, work: StepWork) -> None:
+            nonlocal now_s
+            super().launch(work)
+            now_s += 2 + len(self._ids[-1]) / 4
+
+    runner = stand_in(1, Timed(), num_drafts=num_drafts)
+    runner._clock = lambda: now_s
+    cost = draft_cost(runner, num_drafts, 64)
+    for num_sequences in (1, 8):
+        expected = 0.0
+        if num_drafts:
+            expected = num_sequences / 2 / (2 + num_sequences / 4)
+        assert cost.of(num_sequences) == pytest.approx(expected)
+    assert draft_cost(runner, num_drafts, 1) == DraftCost(cost.of(1))
 
 
 MEMORY = GpuMemory(free=1 << 30, total=80 << 30, ours=9 << 30)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from baton.decode_node.scheduler import DecodeScheduler
 from baton.decode_node.speculation import MAX_PAUSE, HeadDrafts, PromptLookup
+from baton.node.scheduling.plan import DraftCost
 from baton.protocol.config import EngineConfig
 from tests.sim.executor import Context, next_token
 from tests.support.drive import LIMITS, Drive, continuation, local
@@ -112,7 +113,7 @@ def num_drafted(drafts: HeadDrafts, share: float, num_tokens: int) -> int:
         length += 1 + num_right
         if guesses:
             drafts.learn(guesses, num_right, length)
-        guesses = drafts.num_drafts(length)
+        guesses = drafts.num_drafts(length, num_guessing=4)
         drafts.take((7,) * guesses)
         guesses = len(drafts.guesses([0] * length))
         total += guesses
@@ -122,13 +123,16 @@ def num_drafted(drafts: HeadDrafts, share: float, num_tokens: int) -> int:
 @pytest.mark.parametrize(
     ("cost", "share", "least", "most"),
     [
-        (0.05, 0.9, 700, 1000),
-        (0.5, 0.8, 400, 850),
-        (0.5, 0.1, 10, 90),
-        (2.0, 0.9, 10, 90),
+        (DraftCost(0.05), 0.9, 700, 1000),
+        (DraftCost(0.1, 0.2), 0.8, 400, 850),
+        (DraftCost(0.5), 0.1, 10, 90),
+        (DraftCost(0.0, 1.0), 0.9, 10, 90),
     ],
 )
 def test_a_head_drafts_as_much_as_pays(cost, share, least, most):
-    """Of a thousand tokens; a head that is seldom right, or slow, is asked now and then alone."""
+    """Of a thousand tokens of one of four sequences.
+
+    A head that is seldom right, or slow, is asked now and then alone.
+    """
     limits = msgspec.structs.replace(GUESSING, draft_cost=cost)
     assert least <= num_drafted(HeadDrafts(limits), share, 1000) <= most
