@@ -24,7 +24,12 @@ from baton.protocol.ids import Key, RequestId
 from baton.protocol.sampling import Penalties, Sampling
 from tests.support.compute import no_progress
 from tests.support.drive import key
-from tests.support.graph_stand_in import SHAPE, RecordingQueue, stand_in
+from tests.support.graph_stand_in import (
+    BLOCK_SIZE,
+    SHAPE,
+    RecordingQueue,
+    stand_in,
+)
 from tests.support.graph_world import World, write_characters
 
 NUM_BLOCKS = 48
