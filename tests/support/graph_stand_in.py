@@ -22,10 +22,8 @@ from baton.model.config.rope_config import Rope
 from baton.model.config.tensor_parts import share
 from baton.model.layers.attention import Batch, Chunk, Tables
 from baton.model.layers.decoder import Decoder
-from baton.model.layers.draft_head import NextnHead
 from baton.model.layers.linear import Linear
 from baton.model.layers.mlp import (
-    DenseMlp,
     ExpertMlp,
     GroupedProduct,
     SoftmaxRouter,
@@ -40,6 +38,7 @@ from baton.model.sampling.sampler import POSITION, SEED, TEMPERATURE, Sampler
 from baton.model.sampling.token_masks import TokenMasks
 from baton.model.tensor_parallel import Ranks
 from baton.runtime.clock import monotonic
+from tools.gpu.drafts import random_head
 from tools.gpu.engine import random_decoder
 from tools.gpu.floors import Shape
 
@@ -309,34 +308,6 @@ def with_experts(
     router = SoftmaxRouter(linear, num_experts_per_tok=2, norm_topk_prob=True)
     experts = ExpertMlp(router, numbers, *stacked)
     return replace(decoder, layers=(*layers, replace(last, mlp=experts)))
-
-
-def random_head(decoder: Decoder, *, feeds_normed: bool) -> NextnHead:
-    """Return a head behind the layers of a random decoder, with weights of its own."""
-    like = decoder.layers[0]
-    number = len(decoder.layers)
-    torch.manual_seed(4)
-
-    def linear(source: Linear) -> Linear:
-        return replace(source, weight=torch.randn_like(source.weight) * 0.16)
-
-    gate_up, down = map(linear, like.mlp.linears())
-    layer = replace(
-        like,
-        qkv=linear(like.qkv),
-        output=linear(like.output),
-        mlp=DenseMlp(gate_up, down),
-        number=number,
-    )
-    norm = torch.rand_like(decoder.final_norm) + 0.5
-    joint = torch.randn(len(norm), 2 * len(norm), dtype=norm.dtype, device=norm.device)
-    return NextnHead(
-        embedding_norm=norm,
-        hidden_norm=norm.flip(0),
-        joint=Linear(joint * 0.16),
-        decoder=replace(decoder, layers=(layer,)),
-        feeds_normed=feeds_normed,
-    )
 
 
 def stand_in(  # noqa: PLR0913  (each test chooses a few)

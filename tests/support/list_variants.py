@@ -48,9 +48,9 @@ from baton.runtime.clock import monotonic
 from tests.support.graph_stand_in import (
     RecordingQueue,
     Watch,
-    random_head,
     with_experts,
 )
+from tools.gpu.drafts import random_head
 from tools.gpu.engine import random_decoder
 from tools.gpu.floors import Shape
 

@@ -59,7 +59,7 @@ def run(
             for case in model:
                 desk.emit(Unreached(case.key))
             continue
-        kernels = kernels_of(model[0], _capability(desk.device))
+        kernels = kernels_of(model[0], capability_of(desk.device))
         if lacking := _lacking(desk, model[0], num_blocks, kernels):
             for case in model:
                 desk.emit(Measured(case.key, "ms", note=lacking))
@@ -113,7 +113,7 @@ def blocks_of(case: StepCase) -> int:
     return case.batch * (-(-case.context // BLOCK_SIZE) + 1)
 
 
-def _capability(device: torch.device) -> tuple[int, int]:
+def capability_of(device: torch.device) -> tuple[int, int]:
     if device.type != "cuda":
         return 0, 0
     return torch.cuda.get_device_capability(device)

@@ -285,6 +285,7 @@ CLAIMS = (
     Claim("kernels are proven", r"proof of .*"),
     Claim("bits in any batch and chunking", r"(ordered|prefill attention: bits).*"),
     Claim("graph = eager", r"a replayed step has the bits.*"),
+    Claim("drafts change no token", r"tokens with drafts.*"),
     Claim("capture", r"capture of .*", r"capture of .*"),
     Claim("waits per step", r"waits in a replayed step.*"),
     Claim("copies per step", r"copies to the device.*"),

@@ -29,7 +29,7 @@ from tools.gpu.cases import (
     StepCase,
 )
 from tools.gpu.correctness import BLOCK_SIZES, MODELS, Model
-from tools.gpu.floors import Shape
+from tools.gpu.floors import QWEN3_06B, Shape
 from tools.gpu.rows import Check, Event, Note, events_file
 from tools.gpu.section import Desk
 from tools.gpu.split import SplitPlan
@@ -56,6 +56,10 @@ class Sizes(msgspec.Struct, frozen=True):
     steps: tuple[StepCase, ...] = STEPS
     weights: dict[str, tuple[int, int]] | None = None
     rounds: int = 15
+    # Untied, because a tied random model repeats its last token.
+    drafting: Shape = msgspec.structs.replace(
+        QWEN3_06B, name="2 layers of 0.6B", num_layers=2, vocab_size=640, is_tied=False
+    )
     split: SplitPlan = SplitPlan()
     transfer: TransferPlan = TransferPlan()
 
@@ -131,6 +135,7 @@ TINY = Sizes(
     ),
     weights={"small": (48, 64)},
     rounds=1,
+    drafting=msgspec.structs.replace(_SMALLEST, is_tied=False),
     split=SplitPlan(
         shape=_TINY_SHAPE,
         device="cpu",
@@ -218,9 +223,10 @@ def _run(job: Job, desk: Desk, sizes: Sizes, out: Path) -> None:
 
             kernels.run(desk, sizes.kernels)
         case "engine":
-            from tools.gpu import engine
+            from tools.gpu import drafts, engine
 
             engine.run(desk, sizes.steps, sizes.rounds)
+            drafts.run(desk, sizes.drafting)
         case _:
             raise ConfigError(f"there is no section {job.section!r}")
 
