@@ -182,7 +182,8 @@ class EngineNode:
             info.layout.block_size,
             cache_prefixes=self.config.cache.enable_prefix_caching,
             state_blocks=info.layout.state_blocks,
-            has_two_orders=info.has_two_orders,
+            has_two_orders=info.has_two_orders
+            and self.config.cache.prefix_reads != "any",
         )
         model = self.config.model
         limits = NodeLimits(

@@ -13,7 +13,7 @@ from itertools import chain
 from baton.protocol.blocks import MIN_READ_TOKENS, blocks_needed
 from baton.protocol.config import LocalPrefill
 from baton.protocol.ids import NodeId
-from baton.protocol.messages import Role, TierName
+from baton.protocol.messages import ANY_PREFIX_READS, Role, TierName
 from baton.router.core.cache_index import NOTHING, Holding, Holdings, NodeMask
 from baton.router.core.ranking import (
     HANDOFF_TOKENS,
@@ -432,11 +432,17 @@ def _likely_blocks(node: Node, attempt: Attempt, likely_tokens: int) -> int:
 
 
 def _told_apart(prefill: Node | None, decode: Node | None) -> str:
-    """Return `compute` of a prefill node whose bits the decode node tells apart from its own."""
+    """Return `compute` of a prefill node whose bits the decode node tells apart from its own.
+
+    It does not where nodes may use blocks of any.
+    """
     if prefill is None or decode is None or prefill.info is None or decode.info is None:
         return ""
     both = prefill.info, decode.info
-    is_promised = all(info.batch_invariant for info in both)
+    is_promised = all(
+        info.batch_invariant and ANY_PREFIX_READS not in info.facts.features
+        for info in both
+    )
     differ = prefill.info.compute != decode.info.compute
     return prefill.info.compute if is_promised and differ else ""
 

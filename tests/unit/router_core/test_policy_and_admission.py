@@ -586,6 +586,13 @@ def test_decode_is_told_of_a_prompt_whose_bits_are_promised_to_be_others(
     sends = selected.start_commands([1, 2, 3], [], Sampling(seed=0, max_tokens=4))
     (message,) = (send.message for send in sends if isinstance(send.message, Decode))
     assert message.prompt_compute == told
+    anyone = [
+        msgspec.structs.replace(info, facts=NodeFacts(features=(ANY_PREFIX_READS,)))
+        for info in infos
+    ]
+    selected = CheapestPair("never", 0).choose(0.0, cluster(*anyone), place("r"))
+    assert selected is not None
+    assert not selected.prompt_compute, "blocks of any node are as good"
 
 
 def test_a_prefix_is_read_from_the_decode_node_that_takes_the_prompt_or_has_most_of_it():
