@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import triton
 from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 # Others may want something else of a compiled kernel, so Triton itself launches there.
@@ -111,6 +112,9 @@ def kind(value: object) -> object:
         return value == 1, value % ALIGNMENT == 0, value >> 31
     if value is None or type(value) is float or type(value) is bool:
         return type(value)
+    if isinstance(value, TensorDescriptor):
+        block = tuple(value.block_shape)
+        return TensorDescriptor, value.base.dtype, block, value.layout
     raise TypeError(f"an argument of {type(value)}")
 
 

@@ -4,7 +4,7 @@ It says nothing of the kernel's own code, but all of what the kernel is given. `
 that a kernel could make.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -18,26 +18,24 @@ from tests.support.one_order import KEYS, Arithmetic, attend
 
 
 class StandIn:
-    """Launches as `prefill_kernel` does."""
+    """Launches as `launch_prefill` does."""
 
     def __init__(self, machine: Arithmetic, faults: Collection[str] = ()) -> None:
         self._machine = machine
         self._faults = faults
         self.forms: set[tuple[tuple[str, object], ...]] = set()
 
-    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        def launch(*args: object, **constants: Any) -> None:
-            assert constants.pop("num_warps") == 4
-            assert constants.pop("maxnreg") in (168, 255)
-            values = dict(zip(prefill_kernel.arg_names, args, strict=False)) | constants
-            assert set(values) == set(prefill_kernel.arg_names)
-            assert len(args) + len(constants) == len(values), (
-                "an argument is given twice"
-            )
-            self.forms.add(tuple(sorted(constants.items())))
-            self._run(grid[0], values)
-
-        return launch
+    def __call__(
+        self, grid: tuple[int, int, int], *args: object, **constants: Any
+    ) -> None:
+        assert grid[1:] == (1, 1)
+        assert constants.pop("num_warps") == 4
+        assert constants.pop("maxnreg") in (168, 255)
+        values = dict(zip(prefill_kernel.arg_names, args, strict=False)) | constants
+        assert set(values) == set(prefill_kernel.arg_names)
+        assert len(args) + len(constants) == len(values), "an argument is given twice"
+        self.forms.add(tuple(sorted(constants.items())))
+        self._run(grid[0], values)
 
     def _run(self, num_programs: int, a: dict[str, Any]) -> None:
         q_desc = a["q_desc"]

@@ -275,7 +275,7 @@ def _frozen(work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
 
 
 def _said(proof: object, shapes: ModelShapes, *faults: str) -> str:
-    with patch.object(prefill, "prefill_kernel", StandIn(MACHINE, faults)):
+    with patch.object(prefill, "launch_prefill", StandIn(MACHINE, faults)):
         return str(proof.prove(shapes, "cpu"))  # type: ignore[attr-defined]
 
 
@@ -315,7 +315,7 @@ def layers_beside_triton() -> dict[str, str]:
                 is_ordered=is_ordered,
                 proven=proven,
             )
-            with patch.object(prefill, "prefill_kernel", StandIn(MACHINE)):
+            with patch.object(prefill, "launch_prefill", StandIn(MACHINE)):
                 backend.begin(batch)
                 outs.append(
                     torch.stack(

@@ -18,10 +18,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from baton.kernels.launch import Launcher
-from tests.support.compile_kernels import cases
+from tests.support import compile_hopper, compile_kernels
 from tests.support.list_variants import NoDriver
 
 NUM_LAUNCHES = 6000
@@ -95,7 +97,8 @@ def differences(left: list[Noted], right: list[Noted]) -> list[str]:
         key, arguments = launch
         kernel = arguments[NUM_BEFORE:]
         kept = (*arguments[: NUM_BEFORE - 3], *kernel)
-        return key, *(one.shape if isinstance(one, Tensor) else one for one in kept)
+        found = (one.base if isinstance(one, TensorDescriptor) else one for one in kept)
+        return key, *(one.shape if isinstance(one, Tensor) else one for one in found)
 
     if len(left) != len(right):
         return [f"{len(left)} launches and {len(right)}"]
@@ -106,6 +109,16 @@ def differences(left: list[Noted], right: list[Noted]) -> list[str]:
 def number(luck: random.Random) -> int:
     found = luck.choice((-1, 1)) * luck.choice(EDGES) + luck.randint(-1, 1)
     return max(found, -(1 << 63))  # the least that a kernel can take
+
+
+def descriptor(luck: random.Random) -> TensorDescriptor:
+    dtype, bits = luck.choice(((torch.bfloat16, 16), (torch.int32, 32)))
+    layout = gl.NVMMASharedLayout(
+        swizzle_byte_width=luck.choice((64, 128)), element_bitwidth=bits, rank=2
+    )
+    base = torch.empty(64, luck.choice((64, 256)), dtype=dtype)
+    block = [luck.choice((16, 32)), 64]
+    return TensorDescriptor(base, [*base.shape], [*base.stride()], block, layout)
 
 
 def random_launch(luck: random.Random) -> tuple[tuple[object, ...], dict[str, object]]:
@@ -124,7 +137,9 @@ def random_launch(luck: random.Random) -> tuple[tuple[object, ...], dict[str, ob
         tensor,
         lambda: number(luck),
         lambda: number(luck),
-        lambda: luck.choice((2.5, 1.0, True, False, number(luck), tensor())),
+        lambda: luck.choice(
+            (2.5, 1.0, True, False, number(luck), tensor(), descriptor(luck))
+        ),
     )
     for place in luck.sample(range(len(kinds)), 2):
         arguments[place] = kinds[place]()  # type: ignore[call-overload]
@@ -138,7 +153,7 @@ def main() -> None:
     again: dict[str, int] = {}
     found: list[str] = []
     num_launches = 0
-    for name, case in cases().items():
+    for name, case in (compile_kernels.cases() | compile_hopper.cases()).items():
         first = machine.launched(case)
         machine.num_by_triton = 0
         second = machine.launched(case)

@@ -22,7 +22,7 @@ from baton.kernels.cuda.paged import (
 )
 from baton.kernels.hopper.attention.prefill_kernel import prefill_kernel
 from baton.kernels.hopper.attention.prefill_plan import plan_prefill
-from baton.kernels.launch import next_power_of_2
+from baton.kernels.launch import Launcher, next_power_of_2
 
 CAPABILITY = (9, 0)
 DTYPES = (torch.bfloat16, torch.float16)
@@ -32,6 +32,8 @@ VALUE_BYTES = 2
 ROWS = 64  # of a warpgroup
 # By warpgroups: registers of a thread of the second one and of the producer, and at launch.
 REGISTERS = {1: (232, 40, 255), 2: (232, 40, 168)}
+
+launch_prefill = Launcher(prefill_kernel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +145,8 @@ def paged_prefill_attention(
     scale_log2, cap_log2 = in_powers_of_2(scale, softcap)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     registers, producer_registers, most_registers = REGISTERS[tile.warpgroups]
-    prefill_kernel[(plan.num_programs,)](
+    launch_prefill(
+        (plan.num_programs, 1, 1),
         _queries(q, pool.shape[1], tile.pack),
         plan.kv,
         plan.items,

@@ -30,7 +30,7 @@ from baton.kernels.hopper.narrow.streaming import (
 )
 from baton.kernels.hopper.products.gluon_product import Base
 from baton.kernels.hopper.products.product import readable
-from baton.kernels.launch import next_power_of_2
+from baton.kernels.launch import Launcher, next_power_of_2
 from baton.kernels.reference import NarrowWeight
 
 WORDS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
@@ -75,6 +75,8 @@ EXPERT_TILES = (
 )
 # Sums of shorter groups leave two programs too few registers, except for the fewest rows.
 MIN_SHARED_GROUP = 64
+
+launch_streaming = Launcher(streaming_kernel)
 
 
 class StreamPlan(NamedTuple):
@@ -204,7 +206,8 @@ def _launch(
     if weight.meta is not None:
         meta = _metas(weight.meta.data_ptr(), len(weight.meta))
     at_launch, multiplying = REGISTERS[plan.tile.per_multiprocessor]
-    streaming_kernel[(programs, weight.parts if plan.is_spread else 1)](
+    launch_streaming(
+        (programs, weight.parts if plan.is_spread else 1, 1),
         codes,
         meta,
         _values(*of_x, plan.tile.rows, min(weight.group, STEP // 2)),

@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from baton.kernels.hopper.products.variants import Grid, Variant
+from baton.kernels.launch import Launcher
 
 NUM_WARPS = 4
 # Registers of a thread at the launch, by warpgroups and programs on a multiprocessor.
@@ -53,7 +54,8 @@ def launch(
     variant: Variant, grid: Grid, x: object, weight: object, out: Tensor
 ) -> None:
     """Compute `out`, `[rows, columns]`, from descriptors of both operands."""
-    product_kernel[(grid.programs,)](
+    launch_product(
+        (grid.programs, 1, 1),
         x,
         weight,
         out,
@@ -348,3 +350,6 @@ def product_kernel(
             [1],
             [40],
         )
+
+
+launch_product = Launcher(product_kernel)

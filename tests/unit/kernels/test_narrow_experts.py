@@ -62,18 +62,15 @@ class ExpertMachine:
         shape = packed.experts, 128 * packed.tiles, -1
         self.numbers = read(packed).view(shape)
         self.tile_rows: list[int] = []
-        self._grid = (0, 0)
 
-    def __getitem__(self, grid: tuple[int, int]) -> "ExpertMachine":
-        self._grid = grid
-        return self
-
-    def __call__(self, *arguments: object, **constants: int) -> None:
+    def __call__(
+        self, grid: tuple[int, int, int], *arguments: object, **constants: int
+    ) -> None:
         _, _, x, _, biases, ends, out, _, _, *sizes = arguments
         _, columns, steps, parts, tiles = sizes
         tile_rows = constants["ROWS"]
         self.tile_rows.append(tile_rows)
-        assert (self._grid[1], parts) == (1, 1)
+        assert (*grid[1:], parts) == (1, 1, 1)
         assert constants["SLOTS"] >= constants["EXPERTS"] == NUM_EXPERTS
         values = torch.zeros(len(x) + tile_rows, 128 * steps, dtype=torch.float64)
         values[: len(x), : x.shape[1]] = x.double()
@@ -81,7 +78,7 @@ class ExpertMachine:
         row_tiles = (ends - starts + tile_rows - 1) // tile_rows
         tile_ends = row_tiles.cumsum(0)
         written = torch.zeros(len(x), columns)
-        for program in range(self._grid[0]):
+        for program in range(grid[0]):
             tile = program % tiles
             place = program // tiles
             expert = int((tile_ends <= place).sum())
@@ -105,7 +102,7 @@ def test_a_launch_computes_every_row_with_its_expert(counts, monkeypatch):
     assert made is not None
     codes, streamed = made
     machine = ExpertMachine(streamed.weight)
-    monkeypatch.setattr(product, "streaming_kernel", machine)
+    monkeypatch.setattr(product, "launch_streaming", machine)
     x = torch.randn(sum(counts), 328).bfloat16()
     ends = torch.tensor(counts).cumsum(0).to(torch.int32)
     for name in ("_words", "_metas"):

@@ -106,11 +106,10 @@ class StreamMachine:
         self.numbers = read(packed)  # outputs and inputs filled up to tiles
         self.launches: list[tuple[int, int]] = []
 
-    def __getitem__(self, grid: tuple[int, int]) -> "StreamMachine":
-        self.launches.append(grid)
-        return self
-
-    def __call__(self, *arguments: object, **constants: int) -> None:
+    def __call__(
+        self, grid: tuple[int, int, int], *arguments: object, **constants: int
+    ) -> None:
+        self.launches.append(grid[:2])
         codes, _, x, _, biases, ends, out, sums, counts, *sizes = arguments
         rows, columns, steps, parts, tiles = sizes
         assert biases is None
@@ -163,7 +162,7 @@ def test_a_launch_computes_every_number_once(kind, shape, monkeypatch):
     assert made is not None
     codes, streamed = made
     machine = StreamMachine(streamed.weight)
-    monkeypatch.setattr(product, "streaming_kernel", machine)
+    monkeypatch.setattr(product, "launch_streaming", machine)
     described = {codes.data_ptr(): codes}
 
     def describe(address: int, rows: int, *_: int) -> SimpleNamespace:
