@@ -321,7 +321,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         GraphChoice,
         about(
             "steps to replay as CUDA graphs, which take some GPU memory: all means decode steps "
-            "and short prompts, and on prefill nodes prompts alone"
+            "and chunks of prompts, and on prefill nodes these alone"
         ),
     ] = "all"
     max_num_seqs: Annotated[

@@ -139,9 +139,9 @@ def _what_to_free(memory: GpuMemory) -> str:
 
 
 # The tokens of captured steps of prompts, and such a step's tokens for each prompt, or its prompts
-# if it is small.
+# if it is small. With room for more prompts, Hopper's attention would take its tile for short ones.
 PROMPT_TOKENS = (64, 128, 192, 256, 384, 512, *range(768, 2049, 256))
-TOKENS_A_PROMPT = 64
+TOKENS_A_PROMPT = 128
 PROMPTS = 8
 # Rows of a captured step with guesses.
 GUESS_TOKENS = 512
