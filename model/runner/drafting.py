@@ -224,6 +224,8 @@ class HeadRows:
     counts: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     sequences: list[tuple[int, ...]] = field(default_factory=list)
+    # The row that takes a sample which no guess follows, and the number of its sequence.
+    by_sample: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def num_single(self) -> int:
@@ -247,6 +249,7 @@ class HeadRows:
         if part.num_drafts is None:
             self.sequences.append((0, 0, 0, 0, *[NO_GUESS] * self.num_guesses))
         else:
+            self.by_sample[sample] = first_row, len(self.sequences)
             named = len(self.sequences) * (1 + self.num_guesses)
             ids += [~(named + i) for i in range(1 + part.num_guesses)]
             guesses = part.token_ids[part.length - part.num_guesses :]
@@ -363,6 +366,22 @@ class DeviceDrafter:
             is_wanted = wanted > len(drafts)
             batch = self._next(drafts[-1], position, is_wanted, rows.tables)
             normed, states = self.head.forward(batch, states, every, self._backend)
+
+    def store(
+        self, rows: HeadTensors, states: Tensor, again: Tensor, sampled: Tensor
+    ) -> None:
+        """Store again the rows of samples that have changed since `drafts` stored them.
+
+        `again`, `[2, num_rows]`, has the numbers of rows and sequences, and `sampled` their ids.
+        """
+        row, sequence = again.unbind()
+        _, positions, slots = rows.tokens[:, row].unbind()
+        tables = rows.tables
+        lengths = (positions + 1).int()
+        starts = tables.query_starts[:0]
+        own = Tables(tables.blocks[sequence], lengths, starts, len(row))
+        batch = Batch(sampled.clamp(min=0), positions, slots, (), own)
+        self.head.forward(batch, states[rows.before[row]], row[:0], self._backend)
 
     def _next(
         self, ids: Tensor, position: Tensor, is_wanted: Tensor, tables: Tables

@@ -154,6 +154,8 @@ class StepInputs:
     head: tuple[ArraySpan, ArraySpan, ArraySpan, ArraySpan, ArraySpan] | None = None
     # Samples that have one, and the masks.
     masks: tuple[ArraySpan, ArraySpan] | None = None
+    # Which of those samples a head takes, and where, as `DeviceDrafter.store` does.
+    taken: tuple[ArraySpan, ArraySpan] | None = None
     # As `penalties.packed` returns them.
     penalties: tuple[ArraySpan, ArraySpan] | None = None
     # Where the device counts tokens: the row of each sample and whether its token is counted, and
@@ -420,7 +422,6 @@ class Packer:
             or lists.targets
             or lists.pooled
             or lists.adapters
-            or (lists.masks and lists.head is not None)
             or not lists.can_follow_a_replay(held_back)
         )
         bucket = (
@@ -756,6 +757,11 @@ class Packer:
         if lists.masks:
             masks = into.put(list(lists.masks.values()), torch.int32)
             inputs.masks = into.put(list(lists.masks)), masks
+            if lists.head is not None:
+                taken = lists.head.by_sample.keys() & lists.masks.keys()
+                rows = [lists.head.by_sample[sample] for sample in sorted(taken)]
+                again = np.array(rows, np.int64).reshape(-1, 2).T
+                inputs.taken = into.put(sorted(taken)), into.put(again)
         if (new := lists.new_rows).rows:
             most = max(map(len, new.biases))
             biases = [[*own, *[0.0] * (most - len(own))] for own in new.biases]

@@ -267,19 +267,22 @@ class Runner:
         self.cache.copy_blocks(step.plan.copies)
         if self._graphs is not None and self._graphs.takes(step):
             return self._replayed(step, self._graphs)
-        ids, _ = self._forward(step, self._sent(step.inputs))
+        ids, *_ = self._forward(step, self._sent(step.inputs))
         return ids
 
     def _replayed(self, step: PackedStep, graphs: "StepGraphs") -> Tensor:
         """Replay a step, and do what it lacks with the logits that it leaves."""
         inputs = graphs.filled(step)
         self._write_tables(inputs)
-        replayed, logits = graphs.replay(step)
+        replayed, logits, states = graphs.replay(step)
         num_sampled = sum(part.num_sampled for part in step.plan.slices)
-        # With masks, there are no drafts before them.
-        ids = replayed[: step.num_sequences * step.num_drafts + num_sampled]
+        num_drafts = step.num_sequences * step.num_drafts
+        ids = replayed[: num_drafts + num_sampled]
         if inputs.masks is not None:
-            ids = self._sample_masked(inputs, logits, ids)
+            sampled = self._sample_masked(inputs, logits, ids[num_drafts:])
+            ids = torch.cat([ids[:num_drafts], sampled])
+            if inputs.taken is not None:
+                self._store_masked(step, inputs, states, sampled)
         if not step.scored:
             return ids
         valid = self._ring[inputs.places.of(inputs.words)]
@@ -305,6 +308,20 @@ class Runner:
         is_broken = ids[masked] == NO_TOKEN
         return ids.index_put((masked,), sampled.masked_fill(is_broken, NO_TOKEN))
 
+    def _store_masked(
+        self, step: PackedStep, inputs: StepInputs, states: Tensor, sampled: Tensor
+    ) -> None:
+        """Store a head's rows of samples with masks, of which a captured step has other ids."""
+        assert isinstance(self.drafter, DeviceDrafter)
+        assert inputs.taken is not None
+        samples, again = (place.of(inputs.words) for place in inputs.taken)
+        if not len(samples):
+            return
+        tables = self._batch(step, inputs).tables
+        assert tables is not None
+        rows = step.head_rows(inputs, tables)
+        self.drafter.store(rows, states, again, sampled[samples])
+
     def _sent(self, inputs: StepInputs) -> StepInputs:
         """Copy the inputs to the device, and update its block tables."""
         sent = replace(inputs, words=inputs.words.to(self.device, non_blocking=True))
@@ -326,10 +343,12 @@ class Runner:
             ids = torch.where(ids < 0, self._ring[ids.clamp(max=-1)], ids)
         return step.batch(inputs, ids, self._tables)
 
-    def _forward(self, step: PackedStep, inputs: StepInputs) -> tuple[Tensor, Tensor]:
-        """Return drafts, sampled ids and all else that is wanted, one behind the other; and logits.
+    def _forward(
+        self, step: PackedStep, inputs: StepInputs
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return drafts, sampled ids and all else that is wanted, one behind the other.
 
-        The logits are those of the samples.
+        Also return the samples' logits, and the states that a head takes, if there is one.
         """
         sampled = inputs.rows.of(inputs.words)
         batch = self._batch(step, inputs)
@@ -357,10 +376,10 @@ class Runner:
             made = self._pooled(step, parts[2])
             ids = torch.cat([ids, *scored, *made])
         if every is None or self.drafter is None:
-            return ids, logits
+            return ids, logits, logits[:0]
         num_samples = len(step.inputs.places.of(step.inputs.words))
         drafts = self._drafted(step, inputs, batch, every, ids[:num_samples])
-        return torch.cat([drafts.flatten(), ids]), logits
+        return torch.cat([drafts.flatten(), ids]), logits, every
 
     def _drafted(
         self,
@@ -468,7 +487,7 @@ class Runner:
 
 class CapturedStep(NamedTuple):
     replay: StepWork
-    logits: list[Tensor]  # those of the last replay
+    kept: list[Tensor]  # logits and states of the last replay
 
 
 class StepGraphs:
@@ -489,22 +508,21 @@ class StepGraphs:
         self,
         step: PackedStep,
         capture: Callable[[StepWork], StepWork],
-        forward: Callable[[PackedStep, StepInputs], tuple[Tensor, Tensor]],
+        forward: Callable[[PackedStep, StepInputs], tuple[Tensor, Tensor, Tensor]],
     ) -> None:
         """Capture the bucket of `step`, which consists of padding."""
         inputs = self.filled(step)
-        logits: list[Tensor] = []
+        kept: list[Tensor] = []
 
         def work() -> Tensor:
-            ids, made = forward(step, inputs)
-            logits[:] = [made]
+            ids, *kept[:] = forward(step, inputs)
             return ids
 
         replay = capture(work)
         if self._words.is_cuda:
             # Captured steps share their memory, which nothing takes before the next replay.
-            logits[:] = [without_owning(logits[0])]
-        self._steps[step.bucket] = CapturedStep(replay, logits)
+            kept[:] = map(without_owning, kept)
+        self._steps[step.bucket] = CapturedStep(replay, kept)
 
     def takes(self, step: PackedStep) -> bool:
         return step.bucket in self._steps and len(step.inputs.words) <= len(self._words)
@@ -515,12 +533,12 @@ class StepGraphs:
         self._words[: len(words)].copy_(words, non_blocking=True)
         return replace(step.inputs, words=self._words)
 
-    def replay(self, step: PackedStep) -> tuple[Tensor, Tensor]:
-        """Run a step that is filled, and return the ids and the logits of its rows and padding."""
+    def replay(self, step: PackedStep) -> tuple[Tensor, Tensor, Tensor]:
+        """Run a step that is filled, and return what its capture did, padding included."""
         captured = self._steps[step.bucket]
         ids = captured.replay()
-        (logits,) = captured.logits
-        return ids, logits
+        logits, states = captured.kept
+        return ids, logits, states
 
 
 def _scored_rows(step: PackedStep, logits: Tensor) -> list[Tensor]:

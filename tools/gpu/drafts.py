@@ -9,6 +9,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from baton.decode_node.scheduler import DecodeScheduler
 from baton.model.layers.decoder import Decoder
@@ -133,7 +134,7 @@ def _counted_replays(runner: Runner) -> list[PackedStep]:
         return steps
     replay = graphs.replay
 
-    def noting(step: PackedStep) -> tuple[torch.Tensor, torch.Tensor]:
+    def noting(step: PackedStep) -> tuple[Tensor, Tensor, Tensor]:
         steps.append(step)
         return replay(step)
 
