@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -129,22 +128,19 @@ class Drafter:
                 last = start + len(token_ids) - 1
                 drafting.append(_Drafting(number, part, last))
             first += part.length
-        drafts = torch.zeros(
-            len(slices), most_drafts(slices), dtype=torch.int64, device=states.device
-        )
-        if not rows.ids:
-            return drafts
-        padded = torch.cat((states, states.new_zeros(1, states.shape[1])))
-        wanted = torch.tensor(last_rows, dtype=torch.int64)
-        normed, states = self.head.forward(
-            rows.batch(), padded[torch.tensor(before)], wanted, self._backend
-        )
-        if not drafting:
-            return drafts
-        self._draft(drafting, normed, states)
+        if rows.ids:
+            padded = torch.cat((states, states.new_zeros(1, states.shape[1])))
+            wanted = torch.tensor(last_rows, dtype=torch.int64)
+            normed, states = self.head.forward(
+                rows.batch(), padded[torch.tensor(before)], wanted, self._backend
+            )
+        if drafting:
+            self._draft(drafting, normed, states)
+        width = most_drafts(slices)
+        drafts = [[0] * width for _ in slices]
         for one in drafting:
-            drafts[one.number, : len(one.token_ids)] = torch.tensor(one.token_ids)
-        return drafts
+            drafts[one.number][: len(one.token_ids)] = one.token_ids
+        return torch.tensor(drafts, dtype=torch.int64).view(len(slices), width)
 
     # --- inside --------------------------------------------------------------------------------
 
@@ -265,11 +261,12 @@ class HeadRows:
                     *[NO_GUESS] * missing,
                 )
             )
-        positions = np.arange(start, start + len(ids))
-        blocks = np.array(part.block_table)[positions // self.block_size]
+        size = self.block_size
+        table = part.block_table
+        positions = range(start, start + len(ids))
         self.ids += ids
-        self.positions += positions.tolist()
-        self.slots += (blocks * self.block_size + positions % self.block_size).tolist()
+        self.positions += positions
+        self.slots += [table[at // size] * size + at % size for at in positions]
         self.before += states[: len(ids)]
         self.counts.append(len(ids))
         self.lengths.append(start + len(ids))

@@ -51,6 +51,8 @@ NO_ADAPTER = -1
 NO_WORDS = torch.empty(0, dtype=torch.int64)
 # Ids that a padded row may exclude; a step with more is not padded.
 BUCKET_HELD_BACK = 8
+# Tokens of a slice, such as those with guesses, for which arrays cost more than they save.
+FEW_TOKENS = 16
 # Tokens of a step that takes less time than its launches, however much of it is padding. Of a
 # larger one, at most an eighth is.
 PADDED_FREELY = 512
@@ -545,7 +547,6 @@ class Packer:
         length = part.length
         table = part.block_table
         size = self._block_size
-        # A decode step, for which an array of one element costs more than it saves.
         if length == 1:
             if part.token_ids:
                 lists.ids.append(part.token_ids[0])
@@ -556,6 +557,13 @@ class Packer:
             lists.slots.append(table[start // size] * size + start % size)
             return
         lists.ids += part.token_ids
+        if length <= FEW_TOKENS:
+            positions = range(start, start + length)
+            lists.positions += positions
+            stored = positions[part.num_repeated :]
+            lists.slots += [-1] * (length - len(stored))
+            lists.slots += [table[at // size] * size + at % size for at in stored]
+            return
         own = np.arange(start, start + length)
         first = start // size
         blocks = np.array(table[first:])[own // size - first]
