@@ -35,7 +35,14 @@ class HopperAttention:
         window = scoring.window
         plan = self._prefill_plans.get(window)
         if plan is None:
-            plan = prefill_plan(q, self._pool, self._starts, self._prefill_lens, window)
+            plan = prefill_plan(
+                q,
+                self._pool,
+                self._starts,
+                self._prefill_lens,
+                window,
+                cuts=self.has_one_order,
+            )
             self._prefill_plans[window] = plan
         return paged_prefill_attention(
             q,
@@ -46,7 +53,6 @@ class HopperAttention:
             scoring.scale,
             scoring.softcap,
             scoring.sinks,
-            cuts=self.has_one_order,
         )
 
     def decode(self, q: Tensor, layer: int, scoring: Scoring) -> Tensor:
@@ -54,7 +60,8 @@ class HopperAttention:
         window = scoring.window
         plan = self._decode_plans.get(window)
         if plan is None:
-            plan = plan_decode(self._decode_lens, self._pool.shape[1], window)
+            heads = self._pool.shape[1], self._pool.shape[5]
+            plan = plan_decode(self._decode_lens, *heads, window)
             self._decode_plans[window] = plan
         return one_decode_attention(
             q,

@@ -99,7 +99,7 @@ def cases() -> Cases:
         "cuts, heads of 64": partial(_prefill, head_dim=64, cuts=True),
         "few, cuts, heads of 64": partial(_prefill, head_dim=64, cuts=True, **few),
     }
-    for head_dim in (64, 128):
+    for head_dim in (64, 128, 256):
         for name, options in OPTIONS.items():
             found[f"decode, heads of {head_dim}{name}"] = partial(
                 _decode, head_dim=head_dim, **options
@@ -120,6 +120,8 @@ def cases() -> Cases:
         )
     for head_dim in (64, 80, 96, 112, 256):
         found[f"head of {head_dim}"] = partial(_prefill, head_dim=head_dim)
+    found["cuts, heads of 256"] = partial(_prefill, head_dim=256, cuts=True)
+    found["few, cuts, heads of 256"] = partial(_prefill, head_dim=256, cuts=True, **few)
     found["head of 64, all options"] = partial(
         _prefill, head_dim=64, window=100, has_sinks=True
     )
@@ -148,7 +150,8 @@ def _prefill(
     )
     case = attention_batch(shape, "cpu")
     window, softcap, sinks = case.how
-    plan = prefill_plan(case.q, case.pool, case.query_starts, case.context_lens, window)
+    lens = case.query_starts, case.context_lens
+    plan = prefill_plan(case.q, case.pool, *lens, window, cuts=cuts)
     paged_prefill_attention(
         case.q,
         case.pool,
@@ -158,7 +161,6 @@ def _prefill(
         case.scale,
         softcap,
         sinks,
-        cuts=cuts,
     )
 
 
@@ -167,7 +169,7 @@ def _decode(
 ) -> None:
     shape = AttentionShape((300,), (1,), 8 * group, 8, head_dim, dtype=dtype, **options)
     case = attention_batch(shape, "cpu")
-    plan = plan_decode(case.context_lens, 8, case.how[0])
+    plan = plan_decode(case.context_lens, 8, head_dim, case.how[0])
     one_decode_attention(
         case.q,
         case.pool,
@@ -233,6 +235,9 @@ def _read(code: str) -> tuple[list[str], list[list[str]]]:
             instructions.append(f"{len(instructions)} {found[1]}")
     for number, instruction in enumerate(instructions):
         target = re.search(r"BRA.*`\((\.L_x_\d+)\)", instruction)
+        # Waits go on far behind the loop that they are in, and return to it.
+        if "PHASECHK" in instructions[max(number - 2, 0)]:
+            continue
         if target and labels.get(target[1], number) < number:
             loops.append(instructions[labels[target[1]] : number + 1])
     return instructions, loops

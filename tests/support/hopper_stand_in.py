@@ -14,7 +14,7 @@ from torch import Tensor
 from baton.kernels.constants import LOG2_E
 from baton.kernels.hopper.attention.prefill_kernel import prefill_kernel
 from baton.model.layers.attention import Scoring
-from tests.support.one_order import KEYS, Arithmetic, attend
+from tests.support.one_order import Arithmetic, attend, tile_keys
 
 
 class StandIn:
@@ -71,8 +71,8 @@ class StandIn:
         positions = first_position + i // pack
         queries = q[token + i // pack, kv_head, heads]
         if a["CUTS"]:
-            assert a["KEYS"] == KEYS
-            k, v = (F.pad(part, (0, 0, begin * KEYS, 0)) for part in (k, v))
+            assert a["KEYS"] == tile_keys(a["HEAD_DIM"])
+            k, v = (F.pad(part, (0, 0, begin * a["KEYS"], 0)) for part in (k, v))
             scoring = self._scoring(a, kv_head * group + heads)
             out = attend(queries, k, v, positions, scoring, self._machine)
         else:

@@ -170,7 +170,9 @@ def decode(case: Case, rows: list[int], programs: int) -> Tensor:
         LAYER,
         case.block_tables[picked],
         lens,
-        plan_decode(lens, case.pool.shape[1], case.how[0], programs),
+        plan_decode(
+            lens, case.pool.shape[1], case.pool.shape[5], case.how[0], programs
+        ),
         case.scale,
         *case.how,
     )
@@ -252,6 +254,8 @@ def said_by_proofs() -> dict[str, str]:
         "options": _said(prefill_proof, options),
         "one order": _said(one_order_proof, ordered),
     }
+    large = msgspec.structs.replace(ordered, head_dim=256, windows=())
+    said["heads of 256"] = _said(one_order_proof, large)
     for fault in ("reads past the end", "rounds apart", "forgets the window"):
         said[fault] = _said(prefill_proof, options, fault)
     # Decode is right in all of these.

@@ -14,7 +14,6 @@ from torch import Tensor
 from baton.kernels.constants import LOG2_E, in_powers_of_2
 from baton.model.layers.attention import Scoring
 
-KEYS = 128
 Sums = tuple[
     Tensor, Tensor, Tensor
 ]  # maximum [rows], sum [rows], output [rows, head_dim]
@@ -54,18 +53,26 @@ class Arithmetic:
         return m_new, norm, acc
 
 
-def opens_cut(tile: int) -> bool:
-    """Return whether a tile is the first of a cut."""
-    if tile < 16:
-        return tile % 2 == 0
-    return tile % 4 == 0 if tile < 64 else tile % 16 == 0
+def tile_keys(head_dim: int) -> int:
+    """Return how many keys a tile has."""
+    return 128 if head_dim <= 128 else 64
+
+
+def opens_cut(key: int) -> bool:
+    """Return whether a key is the first of a cut."""
+    if key < 2048:
+        return key % 256 == 0
+    return key % (512 if key < 8192 else 2048) == 0
 
 
 def row_sum(weights: Tensor) -> Tensor:
-    """Return the sums of `[rows, 128]`: pairs that differ in bit 0, then 5, 6, 3, 4, 1 and 2."""
-    bits = [6, 5, 4, 3, 2, 1, 0]
-    x = weights.reshape(-1, *[2] * 7)
+    """Return the sums of `[rows, keys]`: pairs that differ in bit 0, then 5, 6, 3, 4, 1 and 2."""
+    num_bits = weights.shape[1].bit_length() - 1
+    bits = [*reversed(range(num_bits))]
+    x = weights.reshape(-1, *[2] * num_bits)
     for bit in (0, 5, 6, 3, 4, 1, 2):
+        if bit >= num_bits:
+            continue
         at = 1 + bits.index(bit)
         bits.remove(bit)
         first, second = x.unbind(at)
@@ -83,6 +90,7 @@ def attend(
 ) -> Tensor:
     """Return the attention of rows of one head in the type of the pool."""
     rows, head_dim = q.shape
+    num_keys = tile_keys(head_dim)
     # Tiles are as wide as the next power of 2.
     dim = 1 << (head_dim - 1).bit_length()
     q, k, v = (F.pad(part, (0, dim - head_dim)) for part in (q, k, v))
@@ -95,19 +103,19 @@ def attend(
     lowest = torch.full((rows,), -torch.inf)
     none = lowest, torch.zeros(rows), torch.zeros(rows, dim)
     total = sums = none
-    for tile in range(int(positions.max()) // KEYS + 1):
-        if opens_cut(tile):
-            total = machine.merge(total, sums) if tile else total
+    for first in range(0, int(positions.max()) + 1, num_keys):
+        if opens_cut(first):
+            total = machine.merge(total, sums) if first else total
             sums = none
         m, norm, acc = sums
-        own = slice(tile * KEYS, (tile + 1) * KEYS)
-        padding = (0, 0, 0, KEYS - len(k[own]))
+        own = slice(first, first + num_keys)
+        padding = (0, 0, 0, num_keys - len(k[own]))
         keys, values = (F.pad(part[own].float(), padding) for part in (k, v))
         s = machine.dot(q.float(), keys.T)
         if softcap is not None:
             share = 1.0 / (1.0 + machine.exp2(s * scale_log2))
             s = machine.fma(share, -2 * cap_log2, cap_log2)
-        numbers = tile * KEYS + torch.arange(KEYS)
+        numbers = first + torch.arange(num_keys)
         seen = numbers <= positions[:, None]
         if window is not None:
             seen &= numbers > positions[:, None] - window

@@ -15,6 +15,8 @@ from tools.gpu.floors import (
     Unit,
 )
 
+Heads = tuple[int, int, int]  # those of queries, those of keys, and their size
+
 
 class PrefillCase(msgspec.Struct, frozen=True):
     """Causal attention of one prompt, all in one chunk."""
@@ -23,6 +25,7 @@ class PrefillCase(msgspec.Struct, frozen=True):
     num_tokens: int
     unit: Unit = "TFLOP/s"
     window: int | None = None
+    heads: Heads | None = None  # None: those that most cases have
 
 
 class DecodeCase(msgspec.Struct, frozen=True):
@@ -34,6 +37,7 @@ class DecodeCase(msgspec.Struct, frozen=True):
     block_size: int = 16
     num_layers: int = 8
     window: int | None = None
+    heads: Heads | None = None  # None: those that most cases have
 
     @property
     def num_seen(self) -> int:
@@ -87,7 +91,7 @@ class SamplingCase(msgspec.Struct, frozen=True):
 class KernelCases(msgspec.Struct, frozen=True):
     """Everything that the kernel section runs, and the sizes that its cases share."""
 
-    heads: tuple[int, int, int]  # those of queries, those of keys, and their size
+    heads: Heads
     vocab_size: int
     prefill: tuple[PrefillCase, ...]
     decode: tuple[DecodeCase, ...]
@@ -135,6 +139,7 @@ def short(count: int) -> str:
     return f"{count // 1024}k" if count and count % 1024 == 0 else str(count)
 
 
+GEMMA2_9B_HEADS = (16, 8, 256)
 # Heads and words of Qwen3-8B.
 KERNELS = KernelCases(
     heads=(32, 8, 128),
@@ -144,6 +149,12 @@ KERNELS = KernelCases(
         PrefillCase("prefill attention 8k", 8192),
         PrefillCase("prefill attention 16k", 16_384),
         PrefillCase("prefill attention 16k, window 4k", 16_384, window=4096),
+        PrefillCase(
+            "prefill attention 4k, heads of Gemma-2-9B", 4096, heads=GEMMA2_9B_HEADS
+        ),
+        PrefillCase(
+            "prefill attention 16k, heads of Gemma-2-9B", 16_384, heads=GEMMA2_9B_HEADS
+        ),
     ),
     decode=(
         DecodeCase("decode attention b1 ctx 1k", (1024,), "µs", num_layers=36),
@@ -175,6 +186,11 @@ KERNELS = KernelCases(
         ),
         DecodeCase(
             "decode attention b32 ctx 16k, window 4k", (16_384,) * 32, window=4096
+        ),
+        DecodeCase(
+            "decode attention b32 ctx 4k, heads of Gemma-2-9B",
+            (4096,) * 32,
+            heads=GEMMA2_9B_HEADS,
         ),
     ),
     sampling=(

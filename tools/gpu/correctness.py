@@ -73,6 +73,12 @@ OTHER_SHAPES = {
     "Gemma-2-27B": msgspec.structs.replace(
         SHAPES, kv_heads=16, scale=144**-0.5, windows=(4096,), softcap=50.0
     ),
+    "Gemma-2-9B": msgspec.structs.replace(
+        SHAPES, num_heads=16, head_dim=256, scale=1 / 16, windows=(4096,), softcap=50.0
+    ),
+    "Qwen3-Next": msgspec.structs.replace(
+        SHAPES, num_heads=16, kv_heads=2, head_dim=256, scale=1 / 16
+    ),
     "Phi-3-mini": msgspec.structs.replace(
         SHAPES, kv_heads=32, head_dim=96, scale=96**-0.5, windows=(2047,)
     ),

@@ -39,6 +39,7 @@ from baton.protocol.sampling import Sampling
 from tools.gpu.cases import (
     KERNELS,
     DecodeCase,
+    Heads,
     KernelCases,
     LatentCase,
     PrefillCase,
@@ -125,7 +126,7 @@ class Kernels:
         return [form for form in forms if is_hopper or "Hopper" not in form]
 
     def decode(self, case: DecodeCase, form: str) -> Measured:
-        num_heads, kv_heads, head_dim = self.cases.heads
+        num_heads, kv_heads, head_dim = self._heads(case)
         token_bytes = 2 * kv_heads * head_dim * VALUE_BYTES
         needs = sum(case.contexts) * token_bytes * case.num_layers
         if needs > 0.8 * self.desk.watch.free_bytes():
@@ -136,7 +137,7 @@ class Kernels:
             )
         queries = (1,) * len(case.contexts)
         batch = self._batch(
-            case.contexts, queries, case.block_size, case.num_layers, case.window
+            case, case.contexts, queries, case.block_size, case.num_layers
         )
         total = case.num_seen
         timing = self.desk.watch.kernels(
@@ -145,34 +146,38 @@ class Kernels:
         work = Work(total * token_bytes, 4 * total * num_heads * head_dim)
         return Measured(case.key + form, case.unit, work, timing)
 
+    def _heads(self, case: DecodeCase | PrefillCase) -> Heads:
+        return case.heads or self.cases.heads
+
     def _batch(
         self,
+        case: DecodeCase | PrefillCase,
         contexts: tuple[int, ...],
         queries: tuple[int, ...],
         block_size: int,
         layers: int,
-        window: int | None,
     ) -> Batch:
         shape = AttentionShape(
             contexts,
             queries,
-            *self.cases.heads,
+            *self._heads(case),
             block_size,
             torch.bfloat16,
-            window,
+            case.window,
             num_layers=layers,
         )
         return attention_batch(shape, self.desk.device.type)
 
     def prefill(self, case: PrefillCase, form: str) -> Measured:
-        batch = self._batch((case.num_tokens,), (case.num_tokens,), 16, 2, case.window)
+        tokens = (case.num_tokens,)
+        batch = self._batch(case, tokens, tokens, 16, 2)
         ours = self.desk.watch.kernels(
             [PREFILLS[form](batch, layer) for layer in range(2)]
         )
         return Measured(case.key + form, case.unit, self._prefill_work(case), ours)
 
     def _prefill_work(self, case: PrefillCase) -> Work:
-        (num_heads, kv_heads, head_dim), tokens = self.cases.heads, case.num_tokens
+        (num_heads, kv_heads, head_dim), tokens = self._heads(case), case.num_tokens
         return Work(
             2 * tokens * (num_heads + kv_heads) * head_dim * VALUE_BYTES,
             causal_flops(tokens, num_heads * head_dim, case.window),
@@ -207,19 +212,17 @@ class Kernels:
 
     def sdpa(self, blank: Measured, case: PrefillCase) -> Measured:
         """Measure the same work in torch's own attention, which reads contiguous keys."""
-        theirs = self.desk.watch.kernels(
-            [self._sdpa_call(case.num_tokens) for _ in range(2)]
-        )
+        theirs = self.desk.watch.kernels([self._sdpa_call(case) for _ in range(2)])
         work = self._prefill_work(case)
         return msgspec.structs.replace(blank, work=work, timing=theirs)
 
-    def _sdpa_call(self, tokens: int) -> Call:
-        num_heads, kv_heads, head_dim = self.cases.heads
+    def _sdpa_call(self, case: PrefillCase) -> Call:
+        num_heads, kv_heads, head_dim = self._heads(case)
         q, k, v = (
             torch.randn(
                 1,
                 count,
-                tokens,
+                case.num_tokens,
                 head_dim,
                 device=self.desk.device,
                 dtype=torch.bfloat16,
@@ -351,7 +354,9 @@ def _latent_prefill_call(batch: Batch, layer: int, rotated: int) -> Call:
 
 def _one_decode_call(batch: Batch, layer: int) -> Call:
     """Return the call of a layer; a step makes one plan for all of them."""
-    plan = plan_decode(batch.context_lens, batch.pool.shape[1], batch.how[0])
+    plan = plan_decode(
+        batch.context_lens, batch.pool.shape[1], batch.pool.shape[5], batch.how[0]
+    )
     return lambda: one_decode_attention(
         batch.q,
         batch.pool,
@@ -382,7 +387,7 @@ def _hopper_prefill_call(batch: Batch, layer: int, *, cuts: bool) -> Call:
     """Return the call of a layer; a step makes one plan for all of them."""
     window, softcap, sinks = batch.how
     plan = hopper.prefill_plan(
-        batch.q, batch.pool, batch.query_starts, batch.context_lens, window
+        batch.q, batch.pool, batch.query_starts, batch.context_lens, window, cuts=cuts
     )
     return lambda: hopper.paged_prefill_attention(
         batch.q,
@@ -393,7 +398,6 @@ def _hopper_prefill_call(batch: Batch, layer: int, *, cuts: bool) -> Call:
         batch.scale,
         softcap,
         sinks,
-        cuts=cuts,
     )
 
 

@@ -30,25 +30,25 @@ from baton.kernels.cuda.paged import (
     slot_rows,
 )
 from baton.kernels.hopper.attention.order import (
-    KEYS,
     cut_mask,
     cut_of,
     most_cuts,
     num_cuts,
     row_sum,
+    tile_keys,
 )
 from baton.kernels.launch import Launcher, next_power_of_2
 
-HEAD_DIMS = (64, 80, 96, 112, 128)
+HEAD_DIMS = (64, 80, 96, 112, 128, 256)
 MAX_GROUP = 16
 PROGRAMS = 2  # on a multiprocessor
 PLAN_FIELDS = 8
-TILE = tl.constexpr(KEYS)
 
 
 def plan_decode(
     context_lens: Tensor,  # [batch] int32
     kv_heads: int,
+    head_dim: int,
     window: int | None = None,  # keys that a query sees, itself included
     programs: int = 0,
 ) -> Tensor:
@@ -65,6 +65,7 @@ def plan_decode(
         len(context_lens),
         window or NO_WINDOW,
         KV_HEADS=kv_heads,
+        KEYS=tile_keys(head_dim),
         MAX_BATCH=MAX_BATCH,
         num_warps=4,
     )
@@ -77,7 +78,7 @@ def one_decode_attention(
     layer: int,
     block_tables: Tensor,  # [batch, max_blocks] int32
     context_lens: Tensor,  # [batch] int32
-    plan: Tensor,  # of `plan_decode`, for the same window
+    plan: Tensor,  # of `plan_decode`, for the same sizes and window
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
@@ -132,6 +133,7 @@ def one_decode_attention(
         HEAD_DIM=head_dim,
         DIM=dim,
         ROWS=max(16, next_power_of_2(group)),
+        KEYS=tile_keys(head_dim),
         BLOCK_SIZE=block_size,
         WINDOWED=window is not None,
         CAPPED=softcap is not None,
@@ -163,31 +165,34 @@ def one_decode_attention(
 
 
 @triton.jit
-def _tiles(length: tl.tensor) -> tl.tensor:
+def _tiles(length: tl.tensor, KEYS: tl.constexpr) -> tl.tensor:
     """Return the tile after a context's last; an empty one has a tile, too."""
-    return tl.maximum(tl.cdiv(length, TILE), 1)
+    return tl.maximum(tl.cdiv(length, KEYS), 1)
 
 
 @triton.jit
 def _first_tile(
-    length: tl.tensor, window: tl.tensor, WINDOWED: tl.constexpr
+    length: tl.tensor,
+    window: tl.tensor,
+    KEYS: tl.constexpr,
+    WINDOWED: tl.constexpr,
 ) -> tl.tensor:
     """Return the first tile that a context's last token sees."""
     if WINDOWED:
-        return tl.maximum(length - window, 0) // TILE
+        return tl.maximum(length - window, 0) // KEYS
     else:
         return length * 0
 
 
 @triton.jit
 def _cut_within(
-    tile: tl.tensor, length: tl.tensor, window: tl.tensor, WINDOWED: tl.constexpr
+    key: tl.tensor, length: tl.tensor, window: tl.tensor, WINDOWED: tl.constexpr
 ) -> tl.tensor:
-    """Return the number of a tile's cut among those that a context's last token sees."""
+    """Return the number of a key's cut among those that a context's last token sees."""
     if WINDOWED:
-        return cut_of(tile) - cut_of(_first_tile(length, window, WINDOWED))
+        return cut_of(key) - cut_of(tl.maximum(length - window, 0))
     else:
-        return cut_of(tile)
+        return cut_of(key)
 
 
 @triton.jit
@@ -198,6 +203,7 @@ def _first_cut(
     ends: tl.tensor,
     window: tl.tensor,
     KV_HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Return the first cut that begins at tile `at` of all tiles or later.
 
@@ -207,11 +213,11 @@ def _first_cut(
     sequence = tl.sum(before.to(tl.int32), 0)
     base = tl.max(tl.where(before, ends, 0), 0)
     length = tl.sum(tl.where(row == sequence, lens, 0), 0)
-    first = _first_tile(length, window, True)
-    end = _tiles(length)
+    first = _first_tile(length, window, KEYS, True)
+    end = _tiles(length, KEYS)
     head = (at - base) // (end - first)
     tile = first + (at - base) % (end - first)
-    low = cut_mask(tile)
+    low = cut_mask(tile, KEYS)
     next_cut = tl.minimum((tile + low) & ~low, end)
     next_cut = tl.where(tile == first, tile, next_cut)
     there = at + next_cut - tile
@@ -220,7 +226,7 @@ def _first_cut(
     sequence = tl.where(over, sequence + 1, sequence)
     head = tl.where(turn, tl.where(over, 0, head + 1), head)
     after = tl.sum(tl.where(row == sequence, lens, 0), 0)
-    tile = tl.where(turn, _first_tile(after, window, True), next_cut)
+    tile = tl.where(turn, _first_tile(after, window, KEYS, True), next_cut)
     return there, sequence, head, tile
 
 
@@ -233,6 +239,7 @@ def _plan_decode_kernel(
     batch: tl.tensor,
     window: tl.tensor,
     KV_HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
     MAX_BATCH: tl.constexpr,
 ) -> None:
     """Write the stretch of a program: sequence, KV head, first tile, number of tiles, two lengths.
@@ -243,17 +250,19 @@ def _plan_decode_kernel(
     row = tl.arange(0, MAX_BATCH)
     is_live = row < batch
     lens = tl.load(len_ptr + row, mask=is_live, other=0)
-    tiles = _tiles(lens)
-    cuts = _cut_within(tiles - 1, lens, window, True) + 1
+    tiles = _tiles(lens, KEYS)
+    cuts = _cut_within(tl.maximum(lens, 1) - 1, lens, window, True) + 1
     cuts = tl.sum(tl.where(is_live, cuts, 0), 0) * KV_HEADS
-    tiles -= _first_tile(lens, window, True)
+    tiles -= _first_tile(lens, window, KEYS, True)
     programs = tl.cdiv(cuts, tl.cdiv(cuts, tl.num_programs(0)))
     ends = tl.cumsum(tl.where(is_live, tiles * KV_HEADS, 0), 0)
     total = tl.max(ends, 0).to(tl.int64)
     first = (tl.minimum(program, programs) * total // programs).to(tl.int32)
     last = (tl.minimum(program + 1, programs) * total // programs).to(tl.int32)
-    at, sequence, head, tile = _first_cut(first, row, lens, ends, window, KV_HEADS)
-    stop, _, _, _ = _first_cut(last, row, lens, ends, window, KV_HEADS)
+    at, sequence, head, tile = _first_cut(
+        first, row, lens, ends, window, KV_HEADS, KEYS
+    )
+    stop, _, _, _ = _first_cut(last, row, lens, ends, window, KV_HEADS, KEYS)
     to = plan_ptr + program * 8
     tl.store(to, sequence)
     tl.store(to + 1, head)
@@ -378,6 +387,7 @@ def _decode_kernel(
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -394,19 +404,19 @@ def _decode_kernel(
         return
     r = tl.arange(0, ROWS)
     d = tl.arange(0, DIM)
-    i = tl.arange(0, TILE)
+    i = tl.arange(0, KEYS)
     is_head = r < GROUP
     # Whether another program has the beginning of the first head, and this one its last tile here.
-    is_late = t != _first_tile(length, window, WINDOWED)
-    stays = count <= _tiles(length) - t
+    is_late = t != _first_tile(length, window, KEYS, WINDOWED)
+    stays = count <= _tiles(length, KEYS) - t
     # Whether this program has the present head from its first cut on.
     is_whole = ~is_late
     blocks = load_blocks(
         table_ptr + sequence.to(tl.int64) * stride_table,
-        t * TILE,
+        t * KEYS,
         length,
         BLOCK_SIZE,
-        TILE,
+        KEYS,
     )
     q_at = q_ptr + r[:, None] * HEAD_DIM + d[None, :]
     of_head = _within(is_head, d, HEAD_DIM, DIM)
@@ -422,21 +432,21 @@ def _decode_kernel(
     norm_all = norm
     acc_all = acc
     for _ in range(count):
-        end = _tiles(length)
-        start = t * TILE
+        end = _tiles(length, KEYS)
+        start = t * KEYS
         live = start + i < length
         if WINDOWED:
             live = live & (start + i >= length - window)
-        rows = slot_rows(blocks, start, stride_block, BLOCK_SIZE, HEAD_DIM, TILE)
+        rows = slot_rows(blocks, start, stride_block, BLOCK_SIZE, HEAD_DIM, KEYS)
         here = pool_ptr + (head.to(tl.int64) * stride_head + layer_offset)
         here = here + rows[:, None] + d[None, :]
         loaded = _within(live, d, HEAD_DIM, DIM)
         k = tl.load(here, mask=loaded, other=0.0)
         v = tl.load(here + BLOCK_SIZE * HEAD_DIM, mask=loaded, other=0.0)
-        opens = (t & cut_mask(t)) == 0
+        opens = (t & cut_mask(t, KEYS)) == 0
         if WINDOWED:
-            opens = opens | (t == _first_tile(length, window, WINDOWED))
-        closes = (t + 1 == end) | (((t + 1) & cut_mask(t + 1)) == 0)
+            opens = opens | (t == _first_tile(length, window, KEYS, WINDOWED))
+        closes = (t + 1 == end) | (((t + 1) & cut_mask(t + 1, KEYS)) == 0)
         if UPCAST:
             k = k.to(tl.float32)
             v = v.to(tl.float32)
@@ -451,14 +461,14 @@ def _decode_kernel(
         top = tl.where(m_new == float("-inf"), 0.0, m_new)
         p = tl.exp2(tl.fma(s, factor, -top[:, None]))
         shrink = tl.exp2(m - top)  # 0 where a cut opens
-        norm = tl.fma(norm, shrink, row_sum(p, ROWS))
+        norm = tl.fma(norm, shrink, row_sum(p, ROWS, KEYS))
         acc = tl.where(opens, 0.0, acc * shrink[:, None])
         p = p.to(pool_ptr.dtype.element_ty)
         acc = tl.dot(p.to(tl.float32) if UPCAST else p, v, acc)
         m = m_new
         if closes:
             line = sequence.to(tl.int64) * KV_HEADS + head
-            cut = _cut_within(t, length, window, WINDOWED)
+            cut = _cut_within(t * KEYS, length, window, WINDOWED)
             if is_whole:
                 is_first = cut == 0
                 m_all, norm_all, acc_all = merge(
@@ -502,18 +512,18 @@ def _decode_kernel(
                 mask=of_head & (sequence < batch),
                 other=0.0,
             )
-        t = tl.where(turn, _first_tile(length, window, WINDOWED), t + 1)
+        t = tl.where(turn, _first_tile(length, window, KEYS, WINDOWED), t + 1)
         blocks = load_blocks(
             table_ptr + sequence.to(tl.int64) * stride_table,
-            t * TILE,
+            t * KEYS,
             length,
             BLOCK_SIZE,
-            TILE,
+            KEYS,
         )
     # Of a head that others finish, the cuts so far are merged and take the room of their last.
-    if (t != _first_tile(length, window, WINDOWED)) & ~(is_late & stays):
+    if (t != _first_tile(length, window, KEYS, WINDOWED)) & ~(is_late & stays):
         line = sequence.to(tl.int64) * KV_HEADS + head
-        num_merged = _cut_within(t, length, window, WINDOWED)
+        num_merged = _cut_within(t * KEYS, length, window, WINDOWED)
         _store_part(
             part_ptr,
             sum_ptr,
@@ -570,7 +580,7 @@ def _merge_cuts_kernel(
     """Merge the cuts of a KV head in order, where no single program has all of them."""
     line = tl.program_id(0)
     length = tl.load(len_ptr + line // KV_HEADS)
-    count = _cut_within(_tiles(length) - 1, length, window, WINDOWED) + 1
+    count = _cut_within(tl.maximum(length, 1) - 1, length, window, WINDOWED) + 1
     merged = tl.load(merged_ptr + line)
     if merged == count:
         return

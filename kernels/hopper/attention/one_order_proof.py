@@ -36,7 +36,7 @@ PROMPT = 2700
 LONG = 10_300
 LAST = 90
 # Positions around the borders of tiles and cuts.
-BORDERS = (1, 64, 128, 256, 384, 512, 1024, 2048, 2304, 2560, PROMPT)
+BORDERS = (1, 64, 128, 192, 256, 384, 512, 1024, 2048, 2304, 2560, PROMPT)
 LENGTHS = (700, 1, 0, 129, 2049, 257, 16)
 PROGRAMS = (1, 7, 131, 1000)
 # Contexts and queries of chunks for which a step is captured, and with which it is replayed.
@@ -140,11 +140,10 @@ def _replay_fault(batch: AttentionCase, shapes: ModelShapes, window: int | None)
                 chunks.pool,
                 LAYER,
                 chunks.block_tables,
-                prefill_plan(chunks.q, chunks.pool, starts, lens, window),
+                prefill_plan(chunks.q, chunks.pool, starts, lens, window, cuts=True),
                 chunks.scale,
                 chunks.softcap,
                 chunks.sinks,
-                cuts=True,
             )[:count]
 
     eager = prefill()
@@ -183,7 +182,7 @@ def _order_fault(
     decoded = _decode(case, case.q[rows], tables, lens, window)
     if fault := fault_in(decoded, case.expected(rows, positions, window)):
         return f"decode: {fault}"
-    for tile in tiles_of(case.q, case.pool):
+    for tile in tiles_of(case.q, case.pool, cuts=True):
         for programs in (None, prefill_proof.FEW_PROGRAMS):
             out = attend(case, window, tile, programs, cuts=True)[rows]
             if fault := difference(out, decoded):
@@ -201,7 +200,8 @@ def _decode(
 ) -> Tensor:
     how = window, case.softcap, case.sinks
     with torch.inference_mode():
-        plan = plan_decode(lens, case.pool.shape[1], window, programs)
+        heads = case.pool.shape[1], case.pool.shape[5]
+        plan = plan_decode(lens, *heads, window, programs)
         return one_decode_attention(
             q, case.pool, LAYER, tables, lens, plan, case.scale, *how
         )

@@ -20,6 +20,7 @@ from baton.kernels.cuda.paged import (
     check_pool,
     num_programs,
 )
+from baton.kernels.hopper.attention.order import LARGEST_DIM, tile_keys
 from baton.kernels.hopper.attention.prefill_kernel import prefill_kernel
 from baton.kernels.hopper.attention.prefill_plan import plan_prefill
 from baton.kernels.launch import Launcher, next_power_of_2
@@ -60,28 +61,27 @@ class PrefillPlan:
     items: Tensor  # of `plan_prefill`
     num_programs: int
     window: int | None
+    cuts: bool  # whether a token has the bits that `one_decode_attention` gives it
     kv: TensorDescriptor  # of the pool; it takes the host as long as a launch
 
 
-def tiles_of(q: Tensor, pool: Tensor) -> tuple[Tile, Tile]:
+def tiles_of(q: Tensor, pool: Tensor, *, cuts: bool) -> tuple[Tile, Tile]:
     """Return the tiles for chunks of few tokens and for others. Both give a token equal bits."""
-    head_dim = q.shape[2]
-    if head_dim <= 64:
-        sizes = (64, 128, 3)
-    elif head_dim <= 128:
-        sizes = (128, 128, 2)
-    else:
-        sizes = (256, 64, 2)
+    dim = max(64, next_power_of_2(q.shape[2]))
+    stages = 3 if dim == 64 else 2
+    sizes = (dim, tile_keys(dim), stages)
     pack = next_power_of_2(q.shape[1] // pool.shape[1])
-    return Tile(1, pack, *sizes), Tile(2, 1, *sizes)
+    # Two warpgroups have no room for the sums of the cuts before in heads above 128.
+    warpgroups = 1 if cuts and dim > LARGEST_DIM else 2
+    return Tile(1, pack, *sizes), Tile(warpgroups, 1, *sizes)
 
 
-def tile_for(q: Tensor, pool: Tensor, batch: int) -> Tile:
+def tile_for(q: Tensor, pool: Tensor, batch: int, *, cuts: bool) -> Tile:
     """Return the tile for `batch` chunks, of which `q` are the tokens.
 
     Chunks that mostly fit one warpgroup's rows with all heads of a group take such tiles.
     """
-    few, many = tiles_of(q, pool)
+    few, many = tiles_of(q, pool, cuts=cuts)
     return few if len(q) <= few.queries * batch else many
 
 
@@ -92,15 +92,19 @@ def prefill_plan(
     context_lens: Tensor,  # [batch] int32
     window: int | None = None,
     *,
+    cuts: bool = False,
     tile: Tile | None = None,
     programs: int | None = None,
 ) -> PrefillPlan:
-    """Return the plan of a step for a pool; `q` tells sizes alone."""
+    """Return the plan of a step for a pool; `q` tells sizes alone.
+
+    `cuts` gives a token the bits that `one_decode_attention` gives it.
+    """
     num_tokens, num_heads, head_dim = q.shape
     kv_heads = pool.shape[1]
     group = num_heads // kv_heads
     if tile is None:
-        tile = tile_for(q, pool, len(context_lens))
+        tile = tile_for(q, pool, len(context_lens), cuts=cuts)
     count = programs or num_programs(q.device, 1)
     items = plan_prefill(
         query_starts,
@@ -115,7 +119,7 @@ def prefill_plan(
         count,
         window,
     )
-    return PrefillPlan(tile, items, count, window, _rows(pool))
+    return PrefillPlan(tile, items, count, window, cuts, _rows(pool))
 
 
 def paged_prefill_attention(
@@ -127,13 +131,10 @@ def paged_prefill_attention(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,  # [num_heads] fp32
-    *,
-    cuts: bool = False,
 ) -> Tensor:
     """Return the attention of every new token over its own past, shaped as `q`; `scale` > 0.
 
-    `cuts` gives a token the bits that `one_decode_attention` gives it. The kernel does not write
-    rows of padding.
+    The kernel does not write rows of padding.
     """
     check_pool(q, pool, block_tables)
     _, num_heads, head_dim = q.shape
@@ -172,7 +173,7 @@ def paged_prefill_attention(
         WINDOWED=plan.window is not None,
         CAPPED=softcap is not None,
         SINKS=sinks is not None,
-        CUTS=cuts,
+        CUTS=plan.cuts,
         REGISTERS=registers,
         PRODUCER_REGISTERS=producer_registers,
         num_warps=4,

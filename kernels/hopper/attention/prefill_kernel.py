@@ -156,7 +156,7 @@ def _out_layout(dim: int, cuts: bool) -> gl.DistributedLinearLayout:
     one exchange of lanes, and need no shared memory, which the total takes.
     """
     if cuts:
-        panels = [[0, n] for n in (16, 32, 64) if n < dim]
+        panels = [[0, n] for n in (16, 32, 64, 128) if n < dim]
         return gl.DistributedLinearLayout(
             [[0, 1], [0, 2], [8, 0], *panels],
             [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
@@ -212,12 +212,13 @@ def _hidden(
 def _row_sum(w: gl.tensor, form: Form) -> gl.tensor:
     """The sums of a tile's weights.
 
-    With cuts, pairs of columns are added whose numbers differ in bit 0, then 5, 6, 3, 4, 1 and 2. A
-    sum of two has one result whatever threads hold them, so no layout changes it.
+    With cuts they are added as `order.row_sum` does.
     """
     if form.CUTS:
-        w = gl.sum(w.reshape([64, 64, 2]), 2)  # bit 0
-        w = gl.sum(gl.sum(w.reshape([64, 2, 2, 16]), 2), 1)  # bit 5, bit 6
+        w = gl.sum(w.reshape([64, form.KEYS // 2, 2]), 2)  # bit 0
+        if form.KEYS == 128:
+            w = gl.sum(w.reshape([64, 2, 2, 16]), 2)  # bit 5
+        w = gl.sum(w.reshape([64, 2, 16]), 1)  # bit 6, or 5
         w = gl.sum(gl.sum(w.reshape([64, 2, 2, 4]), 2), 1)  # bit 3, bit 4
         w = gl.sum(gl.sum(w.reshape([64, 2, 2]), 2), 1)  # bit 1, bit 2
         return gl.convert_layout(w, gl.SliceLayout(1, _products(form.KEYS)))
@@ -226,9 +227,11 @@ def _row_sum(w: gl.tensor, form: Form) -> gl.tensor:
 
 
 @gluon.jit
-def _cut_mask(j: gl.tensor) -> gl.tensor:
+def _cut_mask(j: gl.tensor, form: Form) -> gl.tensor:
     """`order.cut_mask`."""
-    return 1 + 2 * (j >= 16).to(gl.int32) + 12 * (j >= 64).to(gl.int32)
+    over = (j >= 2048 // form.KEYS).to(gl.int32)
+    far = (j >= 8192 // form.KEYS).to(gl.int32)
+    return 256 // form.KEYS * (1 + over + 6 * far) - 1
 
 
 @gluon.jit
@@ -310,7 +313,7 @@ def _step(
     if MASKED:
         s = _hidden(s, j, position, inputs.window, form)
     if form.CUTS:
-        opens = (j & _cut_mask(j)) == 0
+        opens = (j & _cut_mask(j, form)) == 0
         before = gl.where(opens, float("-inf"), m)
     else:
         before = m
@@ -379,7 +382,7 @@ def _consume(
     for item in range(gl.load(first), gl.load(first + 1)):
         record = inputs.plan + item * RECORD
         first_position = gl.load(record + 1)
-        begin = gl.load(record + 3)  # 0 with cuts
+        begin = gl.load(record + 3)
         end = gl.load(record + 4)
         position = first_position + C * 64 // form.PACK
         # Rows past the chunk's end may lie behind the last tile.
@@ -428,9 +431,9 @@ def _consume(
         turn = o - begin  # tile j has turn o + j - begin
         start = begin + 1
         if form.WINDOWED:
-            second = (begin | _cut_mask(begin)) + 1
+            second = (begin | _cut_mask(begin, form)) + 1
         else:
-            second = 2
+            second = 256 // form.KEYS
         if form.WINDOWED:
             last_row = position + (64 // form.PACK - 1)
             whole = gl.maximum(last_row - inputs.window + 1, 0) + form.KEYS - 1

@@ -84,7 +84,7 @@ def _fault_of(case: AttentionCase, window: int | None) -> str:
     rows, positions = picked(case)
     wanted = case.expected(rows, positions, window)
     first: Tensor | None = None
-    for tile in tiles_of(case.q, case.pool):
+    for tile in tiles_of(case.q, case.pool, cuts=False):
         for programs in (None, FEW_PROGRAMS):
             out = attend(case, window, tile, programs)[: sum(case.queries)]
             if fault := fault_in(out[rows], wanted):
@@ -121,6 +121,7 @@ def attend(
         case.query_starts,
         case.context_lens,
         window,
+        cuts=cuts,
         tile=tile,
         programs=programs,
     )
@@ -134,5 +135,4 @@ def attend(
             case.scale,
             case.softcap,
             case.sinks,
-            cuts=cuts,
         )

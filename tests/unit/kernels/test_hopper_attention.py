@@ -19,7 +19,7 @@ from tests.support.module_process import said_by
 pytestmark = pytest.mark.timeout(300)
 SHARED_BYTES = 227 << 10
 INTERPRETED = {"TRITON_INTERPRET": "1"}
-RIGHT = ("options", "one order")
+RIGHT = ("options", "one order", "heads of 256")
 QWEN3_8B = ModelShapes((), 32, 8, 128, 16)
 
 
@@ -67,6 +67,8 @@ def test_short_chunks_of_heads_of_64_fit_hopper_and_spill_in_no_loop(tmp_path):
         ("cuts, heads of 128*",),
         ("few, cuts, heads of 64*",),
         ("few, cuts, heads of 128*",),
+        ("cuts, heads of 256*",),
+        ("few, cuts, heads of 256*",),
         ("cuts, heads of 80", "cuts, heads of 96", "cuts, heads of 112"),
         ("decode*",),
     ],
@@ -83,7 +85,7 @@ def test_every_form_of_the_kernels_fits_hopper_and_spills_in_no_loop(cases, tmp_
         ({}, "", ""),
         ({"head_dim": 64}, "", ""),
         ({"head_dim": 96}, "", ""),
-        ({"head_dim": 256}, "", "heads of 256"),
+        ({"head_dim": 256}, "", ""),
         ({"head_dim": 72}, "heads of 72", "heads of 72"),
         ({"windows": (128,), "softcap": 50.0, "has_sinks": True}, "", ""),
         ({"kv_heads": 1}, "", "32 heads share a KV head"),
@@ -137,7 +139,7 @@ def test_many_plans_have_each_row_once_with_the_keys_that_it_sees():
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("head_dim", ["64", "80", "128"])
+@pytest.mark.parametrize("head_dim", ["64", "80", "128", "256"])
 def test_decode_adds_in_the_order_that_is_written_down_over_long_contexts(head_dim):
     options = ("plain", "window", "sinks", "all")
     check_orders(interpreted("long", head_dim, *options), len(options))
