@@ -10,7 +10,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import msgspec
 
@@ -25,6 +25,15 @@ class NarrowExperts(msgspec.Struct, frozen=True):
     linears: tuple[tuple[int, int], ...]  # outputs and inputs of each kind of layer
     codes: str  # as `ModelShapes.narrow`
     group: int
+
+
+class LatentDims(NamedTuple):
+    """The sizes of latent attention, with the names of config.json."""
+
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
 
 
 class ModelShapes(msgspec.Struct, frozen=True):
@@ -42,6 +51,7 @@ class ModelShapes(msgspec.Struct, frozen=True):
     windows: tuple[int, ...] = ()
     has_sinks: bool = False
     is_latent: bool = False
+    latent: LatentDims | None = None  # of latent attention to all keys
     narrow: str = ""  # int4, int8, fp4 or fp8: what layers may keep
     narrow_group: int = 0  # inputs that share a scale; 0: all
     narrow_experts: NarrowExperts | None = None
@@ -88,6 +98,8 @@ PRODUCTS = "hopper-products"
 PREFILL = "hopper-prefill"
 # Attention of prompts and of decode steps in one order of sums.
 ONE_ORDER = "hopper-one-order"
+# Latent attention of prompts to expanded keys and values.
+LATENT_PREFILL = "hopper-latent-prefill"
 # Products with weights of four and eight bits.
 NARROW = "hopper-narrow-products"
 # The same of experts.
@@ -101,6 +113,7 @@ CANDIDATES = (
     Candidate(PRODUCTS, "baton.kernels.hopper.products.product_proof"),
     Candidate(PREFILL, "baton.kernels.hopper.attention.prefill_proof"),
     Candidate(ONE_ORDER, "baton.kernels.hopper.attention.one_order_proof"),
+    Candidate(LATENT_PREFILL, "baton.kernels.hopper.attention.latent_proof"),
     Candidate(NARROW, "baton.kernels.hopper.narrow.narrow_proof"),
     Candidate(NARROW_EXPERTS, "baton.kernels.hopper.narrow.expert_proof"),
     Candidate(OVERLAPS, "baton.kernels.hopper.overlap_proof"),

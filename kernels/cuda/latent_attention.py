@@ -467,7 +467,7 @@ def _attend(
 
 
 def turn_and_store(
-    # [num_tokens, num_heads + 1, row_dim], contiguous: queries, then the row.
+    # [num_tokens, num_heads + 1, row_dim], of a token contiguous: queries, then the row.
     x: Tensor,
     positions: Tensor,  # [num_tokens]
     cos_sin: Tensor,  # [max_position, rotated]: the cosines, then the sines
@@ -481,7 +481,7 @@ def turn_and_store(
     """
     num_tokens, rows, row_dim = x.shape
     rotated = cos_sin.shape[1]
-    assert x.is_contiguous()
+    assert x.stride()[1:] == (row_dim, 1), "the rows of a token are contiguous"
     assert cos_sin.is_contiguous()
     assert pool.shape[1::2] == (1, 1, row_dim), (x.shape, pool.shape)
     assert pool.stride()[4:] == (row_dim, 1), "a layer of a block is contiguous"
@@ -492,6 +492,7 @@ def turn_and_store(
         cos_sin,
         pool,
         slot_mapping,
+        x.stride(0),
         layer * pool.stride(2),
         pool.stride(0),
         HEADS=rows - 1,
@@ -515,6 +516,7 @@ def _turn_store_kernel(
     cos_sin_ptr: tl.tensor,
     pool_ptr: tl.tensor,
     slot_ptr: tl.tensor,
+    stride_x: tl.tensor,
     layer_offset: tl.tensor,
     stride_block: tl.tensor,
     HEADS: tl.constexpr,
@@ -532,7 +534,7 @@ def _turn_store_kernel(
     angle = cos_sin_ptr + tl.load(position_ptr + token).to(tl.int64) * ROTATED + i
     cos = tl.load(angle, mask=i < half, other=0.0).to(tl.float32)
     sin = tl.load(angle + half, mask=i < half, other=0.0).to(tl.float32)
-    x_ptr += token * (HEADS + 1) * row_dim
+    x_ptr += token * stride_x
     if tl.program_id(1) == 0:
         head = tl.arange(0, H_ROWS)[:, None]
         rows = x_ptr + head * row_dim + LATENT + i

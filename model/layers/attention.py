@@ -35,6 +35,7 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     state: tuple[int, ...] = ()
     num_held: int = 0  # the first tokens, which the state has already
     num_guesses: int = 0  # the last tokens, without which the state is kept
+    num_prompt_tokens: int = 0  # of the sequence
 
     @property
     def end(self) -> int:
@@ -216,6 +217,18 @@ class PoolParts(NamedTuple):
     sparse: IndexPool | None = None
 
 
+class Expansion(Protocol):
+    """The matrices of a layer with latent attention, of this rank's heads."""
+
+    def keys_and_values(self, rows: Tensor) -> Tensor:
+        """Return of `[num_rows, latent]` rows each head's key, then its value, side by side."""
+        ...
+
+    def expanded(self, mixed: Tensor) -> Tensor:
+        """Return values, `[num_rows, num_heads * value_dim]`, of what was mixed of latent rows."""
+        ...
+
+
 class Backend(Protocol):
     """One device's attention and fused operations over one pool.
 
@@ -223,11 +236,23 @@ class Backend(Protocol):
     bits of a token depend on its own sequence alone, and `has_two_orders` that those before a
     prompt's last token are others than those of equal tokens of a response. `table_blocks` is the
     number of blocks of the longest sequence if the backend reads `Batch.tables`, or 0 if it reads
-    chunks. A decoder may set `scoring` and `keys` before each `attend`.
+    chunks. A decoder may set `scoring` and `keys` before each `attend`, and sets `expansion` if
+    attention is latent.
+
+    If a backend `expands_prompts`, tokens before a prompt's last one attend to expanded keys. Then
+    `absorbed_rows` are the rows of a step whose queries have to be absorbed, `attend` takes the
+    plain queries of all rows behind the rest, and returns values. None means that all are absorbed.
     """
 
     scoring: Scoring
     keys: Keys
+    expansion: Expansion | None
+
+    @property
+    def expands_prompts(self) -> bool: ...
+
+    @property
+    def absorbed_rows(self) -> Tensor | None: ...
 
     @property
     def name(self) -> str: ...
@@ -327,6 +352,9 @@ QUERIES = 128
 class PlainBackend:
     is_batch_invariant = False
     has_two_orders = False
+    expands_prompts = False
+    absorbed_rows = None
+    expansion: Expansion | None = None
     table_blocks = 0
 
     def __init__(

@@ -24,6 +24,7 @@ from baton.model.layers.attention import (
     PLAIN_KEYS,
     PLAIN_PARTS,
     Batch,
+    Expansion,
     PoolParts,
     Scoring,
     pool_suffix,
@@ -99,6 +100,9 @@ class CpuBackend:
 
     is_batch_invariant = True
     has_two_orders = False
+    expands_prompts = False
+    absorbed_rows = None
+    expansion: Expansion | None = None
     table_blocks = 0
 
     def __init__(

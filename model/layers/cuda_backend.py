@@ -35,12 +35,14 @@ from baton.kernels.cuda.prefill_attention import paged_prefill_attention
 from baton.kernels.cuda.rows import add_rms_norm, gate_mul
 from baton.kernels.cuda.sparse_attention import MAX_HEAD_DIM, MAX_HEADS, choose_keys
 from baton.kernels.cuda.states.functions import DeviceStates
-from baton.kernels.proofs import ONE_ORDER, OVERLAPS, PREFILL
+from baton.kernels.hopper.attention.latent_prefill import PLAIN_DIM
+from baton.kernels.proofs import LATENT_PREFILL, ONE_ORDER, OVERLAPS, PREFILL
 from baton.kernels.state_layout import StateLayout
 from baton.kernels.state_reference import StateWeights, gated_inputs, gated_outputs
 from baton.model.layers.attention import (
     PLAIN_KEYS,
     Batch,
+    Expansion,
     IndexPool,
     Scoring,
     Tables,
@@ -48,7 +50,7 @@ from baton.model.layers.attention import (
     pool_suffix,
 )
 from baton.model.layers.device_views import View, tables_of_pieces, tables_within
-from baton.model.layers.hopper_attention import HopperAttention
+from baton.model.layers.hopper_attention import HopperAttention, HopperLatent
 
 
 class CudaBackend:
@@ -75,12 +77,19 @@ class CudaBackend:
         kind = "triton-ordered" if is_ordered else "triton"
         if self._uses_hopper:
             kind = "hopper-ordered" if is_ordered else "triton-hopper"
+        self._latent: HopperLatent | None = None
+        if LATENT_PREFILL in proven:
+            self._latent = HopperLatent(pool, num_heads)
+            kind += "-expanded"
+        self.expands_prompts = self._latent is not None
+        self.expansion: Expansion | None = None
         self.name = kind + pool_suffix(pool)
         self._is_ordered = is_ordered
         self._overlaps = OVERLAPS in proven
         self.is_batch_invariant = is_ordered
         # Tokens of a prompt go through a state's matrices in chunks, others one by one.
-        self.has_two_orders = states is not None and states.shape.chunked == "prompt"
+        has_chunks = states is not None and states.shape.chunked == "prompt"
+        self.has_two_orders = has_chunks or self.expands_prompts
         # [num_blocks, kv_heads, num_layers, 2 or 1, block_size, head_dim].
         self.pool = pool
         self._wide = wide
@@ -101,6 +110,8 @@ class CudaBackend:
         self._slots = batch.slots
         self._tables = batch.tables
         self._views: dict[tuple[int, bool], View] = {}
+        if self._latent is not None:
+            self._latent.begin(batch)
         if self._index is not None:
             self._sequences = _sequences(batch.tables, batch.num_tokens)
             self._num_seen = _num_seen(batch.tables, batch.positions)
@@ -113,6 +124,8 @@ class CudaBackend:
         rows: Tensor | None = None,
     ) -> Tensor:
         view = self._view()
+        if self.absorbed_rows is not None:
+            return self._attend_expanded(layer, qkv, rows, view)
         q = self._stored(layer, qkv, head_norms, view)
         if self._index is not None:
             return self._attend_chosen(q, layer, self._index.num_chosen, rows)
@@ -146,6 +159,23 @@ class CudaBackend:
                     pool, tables, has_one_order=self._is_ordered
                 )
         return self._views[which]
+
+    @property
+    def absorbed_rows(self) -> Tensor | None:
+        return None if self._latent is None else self._latent.absorbed_rows
+
+    def _attend_expanded(
+        self, layer: int, x: Tensor, rows: Tensor | None, view: View
+    ) -> Tensor:
+        """Return the values of a step in which tokens of prompts attend to expanded keys."""
+        assert self._latent is not None, "it says which rows are absorbed"
+        assert self.expansion is not None, "attention is latent"
+        width = (self.num_heads + 1) * self.pool.shape[5]
+        q = self._stored(layer, x[:, :width], None, view)
+        plain = x[:, width:].view(len(x), self.num_heads, PLAIN_DIM)
+        scale = self.scoring.scale
+        out = self._latent.attend(q, plain, layer, scale, self.expansion)
+        return out.flatten(1) if rows is None else out[rows].flatten(1)
 
     def _decode(self, q: Tensor, layer: int, view: View) -> Tensor:
         """Return the attention of the sequences that decode one token each."""

@@ -215,6 +215,7 @@ class Decoder:
         if layer.scoring is not None:
             backend.scoring = layer.scoring
             backend.keys = layer.keys
+        backend.expansion = layer.latent
         if layer.latent is not None and layer.latent.index is not None:
             index = layer.latent.index
             x, queries, weights = index.parted(x)
@@ -296,7 +297,8 @@ class Decoder:
         residual: Tensor,
     ) -> tuple[Tensor, Tensor]:
         layer = self.layers[number]
-        x = x if layer.latent is None else layer.latent.expanded(x)
+        if layer.latent is not None and backend.absorbed_rows is None:
+            x = layer.latent.expanded(x)
         x = self.scaled(self.ranks.all_reduce(layer.output(x, adapted)))
         if layer.output_norm is not None:
             x, _ = backend.add_rms_norm(x, None, layer.output_norm, self.eps)

@@ -3,8 +3,8 @@
 A layer stores one row of a token: a latent row, from which the keys and values of all heads follow
 by a matrix of each head, and a rotated key that they share. Instead of expanding the rows, a head's
 query is multiplied by its key matrix, so that it attends to latent rows, and what it mixes of them
-is multiplied by its value matrix. Prompts are computed in the same form, so a token has the same
-bits in chunks of any length.
+is multiplied by its value matrix. Where a backend says so, tokens of prompts attend to expanded
+keys and values instead.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,13 +36,15 @@ class LatentAttention:
     values: GroupedLinear  # of each head: [v_head_dim, kv_lora_rank]
     # None: the layer sees all keys, or those of the last index before it.
     index: KeyIndex | None
+    # Each head's key, then its value: [num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank].
+    row_expand: Linear | None = None
 
     def packed(self, x: Tensor, hidden: Tensor, backend: Backend) -> Tensor:
         """Return what `Backend.attend` takes: a token's queries by head, then the row to store.
 
         `x`, `[num_tokens, (q_lora_rank or num_heads * qk_head_dim) + row_dim]`, is the projection
         of the hidden state. With an index, it ends with the index's key, and the result with what
-        `KeyIndex.parted` takes.
+        `KeyIndex.parted` takes. Where not all queries are absorbed, it ends with the plain ones.
         """
         sizes = self.sizes
         heads = self.num_heads
@@ -56,17 +58,31 @@ class LatentAttention:
             q = self.q_expand(q_row)
         latent, _ = backend.add_rms_norm(row[:, :rank], None, self.row_norm, LATENT_EPS)
         q = q.reshape(len(x), heads, sizes.qk_head_dim)
-        absorbed = self._by_head(self.keys, q[..., : sizes.qk_nope_head_dim])
-        out = x.new_empty(len(x), heads + 1, sizes.row_dim)
-        out[:, :heads, :rank], out[:, :heads, rank:] = (
-            absorbed,
-            q[..., sizes.qk_nope_head_dim :],
-        )
+        plain = q[..., : sizes.qk_nope_head_dim]
+        width = (heads + 1) * sizes.row_dim
+        rows = backend.absorbed_rows
+        if rows is None:
+            packed = x.new_empty(len(x), width)
+        else:
+            packed = x.new_empty(len(x), width + heads * sizes.qk_nope_head_dim)
+            packed[:, width:] = plain.flatten(1)
+        out = packed[:, :width].view(len(x), heads + 1, sizes.row_dim)
+        if rows is None:
+            out[:, :heads, :rank] = self._by_head(self.keys, plain)
+        elif len(rows):
+            out[rows, :heads, :rank] = self._by_head(self.keys, plain[rows])
+        out[:, :heads, rank:] = q[..., sizes.qk_nope_head_dim :]
         out[:, heads, :rank], out[:, heads, rank:] = latent, row[:, rank:]
         if self.index is None:
-            return out.flatten(1)
+            return packed
         of_index = self.index.packed(q_row, x[:, end:], hidden, backend)
-        return torch.cat((out.flatten(1), of_index), dim=1)
+        return torch.cat((packed, of_index), dim=1)
+
+    def keys_and_values(self, rows: Tensor) -> Tensor:
+        assert self.row_expand is not None, (
+            "the layer was loaded for a backend that expands"
+        )
+        return self.row_expand(rows)
 
     def expanded(self, mixed: Tensor) -> Tensor:
         """Return values, `[num_rows, num_heads * v_head_dim]`, for rows that attention mixed."""
@@ -87,6 +103,8 @@ class LatentAttention:
             yield self.q_expand
         yield from self.keys.linears()
         yield from self.values.linears()
+        if self.row_expand is not None:
+            yield self.row_expand
         if self.index is not None:
             yield from self.index.linears()
 
@@ -108,10 +126,12 @@ def make_latent(
     weights: LatentWeights,
     make: Callable[[Tensor], Linear],
     group: Callable[[Iterator[Tensor]], GroupedLinear],
+    *,
+    expands: bool = False,
 ) -> tuple[Linear, LatentAttention]:
     """Return a layer's first projection and the rest of its attention.
 
-    `make` takes one weight, `group` several.
+    `make` takes one weight, `group` several. `expands`: prompts attend to expanded keys.
     """
     nope = sizes.qk_nope_head_dim
 
@@ -139,4 +159,5 @@ def make_latent(
         keys=group(head[:nope].T.contiguous() for head in weights.row_up),
         values=group(head[nope:].contiguous() for head in weights.row_up),
         index=index,
+        row_expand=make(weights.row_up.flatten(0, 1)) if expands else None,
     )

@@ -55,7 +55,7 @@ NUM_EXPERT_KINDS = 6  # router, gate and up, down; those of a shared expert
 NUM_INPUT_KINDS = 3  # all layers' inputs, and a layer's gate and projection
 # What reads the hidden state, and what writes it; two that expand gates.
 NUM_STATE_KINDS = 4
-NUM_LATENT_KINDS = 3  # queries, each head's keys and values
+NUM_LATENT_KINDS = 4  # queries, each head's keys and values, and both of all heads
 NUM_INDEX_KINDS = 2  # queries, the heads' weights
 NUM_LORA_KINDS = 8  # two matrices for each kind but the head
 
@@ -258,7 +258,13 @@ class DecoderLoader:
             if tensors.index is None
             else self._index(tensors.index, number),
         )
-        return make_latent(sizes, weights, self.linear, self.grouped)
+        return make_latent(
+            sizes,
+            weights,
+            self.linear,
+            self.grouped,
+            expands=self.place.expands_prompts,
+        )
 
     def _index(self, tensors: IndexTensors, number: int) -> IndexWeights:
         config = self.config

@@ -81,6 +81,9 @@ class RankDevice(NamedTuple):
     # Takes the place of `ordered` for weights with which it keeps bits.
     library: Product | None = None
     narrow_experts: PackExperts | None = None  # as `narrow`, for experts
+    expands_prompts: bool = (
+        False  # prompts attend to the expanded keys of latent attention
+    )
 
 
 class LinearMaker(Protocol):

@@ -233,7 +233,9 @@ def free_for_pool(
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     length = min(max_num_batched_tokens, max_model_len)
-    probe.execute(StepPlan(0, (idle_slice("prompt", 0, length, probe),)))
+    # Where keys are expanded, so are those of the whole context.
+    first = max_model_len - length if probe.backend.expands_prompts else 0
+    probe.execute(StepPlan(0, (idle_slice("prompt", first, length, probe),)))
     # A table as wide as the longest sequence needs the largest workspace.
     num_guesses = config.engine.num_speculative_tokens
     most = max(1, max_num_batched_tokens - max_num_seqs)

@@ -17,6 +17,7 @@ from baton.kernels.proofs import (
     ONE_ORDER,
     PRODUCTS,
     Candidate,
+    LatentDims,
     ModelShapes,
     NarrowExperts,
     Proof,
@@ -25,6 +26,7 @@ from baton.kernels.proofs import (
 )
 from baton.kernels.reference import NarrowWeight
 from baton.model.config.decoder_config import DecoderConfig
+from baton.model.config.latent_config import LatentConfig
 from baton.model.config.quantization import WeightFormat
 from baton.model.config.transformers_config import TransformersConfig
 from baton.model.layers.linear import Product
@@ -155,6 +157,7 @@ def shapes_of(
         windows=tuple(sorted(window for window in windows if window is not None)),
         has_sinks=decoder.layers.has_sinks,
         is_latent=decoder.latent is not None,
+        latent=latent_dims(decoder.latent),
         narrow=narrow,
         narrow_group=narrow_group,
         narrow_experts=narrow_experts(decoder, num_ranks),
@@ -163,6 +166,18 @@ def shapes_of(
         if decoder.state is None
         else decoder.state.shape(decoder.num_kv_heads, num_ranks),
         state_kind="" if decoder.state is None else decoder.state.names.kind,
+    )
+
+
+def latent_dims(latent: LatentConfig | None) -> LatentDims | None:
+    """Return the sizes of latent attention to all keys; None with an index, which chooses some."""
+    if latent is None or latent.index is not None:
+        return None
+    return LatentDims(
+        latent.kv_lora_rank,
+        latent.qk_nope_head_dim,
+        latent.qk_rope_head_dim,
+        latent.v_head_dim,
     )
 
 

@@ -336,6 +336,7 @@ class ModelFacts(NamedTuple):
     # The numbers of adapters behind them that may get a name later.
     num_lora_slots: int = 0
     chunked: Chunked = "all"  # which tokens go through a state in chunks
+    replays_prompts: bool = True  # steps may be captured that compute a prompt's tokens
 
 
 class Packer:
@@ -365,6 +366,7 @@ class Packer:
         self._block_size = model.block_size
         self._state_blocks = model.state_blocks
         self._chunked = model.chunked
+        self._replays_prompts = model.replays_prompts
         self._eos_token_ids = model.eos_token_ids
         self._tables = tables
         self._allocate = allocate
@@ -394,6 +396,7 @@ class Packer:
                     part.state,
                     part.num_held,
                     part.num_guesses,
+                    part.num_prompt_tokens,
                 )
             )
             if lists.head is not None:
@@ -520,6 +523,10 @@ class Packer:
         if num_decoding not in (0, len(slices)) and not has_guesses:
             return None
         if any(len(part.samples) > 1 for part in slices):
+            return None
+        if not self._replays_prompts and any(
+            part.start < part.num_prompt_tokens - 1 for part in slices
+        ):
             return None
         if any(len(ids) > BUCKET_HELD_BACK for ids in held_back):
             return None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from baton.kernels.cpu.functions import CpuLinears, CpuSampler
 from baton.kernels.cpu.library import CpuLibrary, has_bf16_tiles
-from baton.kernels.proofs import STATES
+from baton.kernels.proofs import LATENT_PREFILL, STATES
 from baton.kv_transfer.agent import TransferAgent, make_port
 from baton.kv_transfer.interfaces import PoolMemory
 from baton.kv_transfer.pools import DevicePool, HostPool
@@ -228,6 +228,8 @@ def _loaded(
         graphs = config.engine.graphs if isinstance(runner.decoder, Decoder) else "none"
         num_decoding = plan.max_num_seqs if graphs == "all" else 0
         num_tokens = plan.max_num_batched_tokens if graphs != "none" else 0
+        if runner.backend.expands_prompts:
+            num_tokens = 0  # how many rows are expanded is known on the host alone
         buckets = with_guesses(
             buckets_up_to(num_decoding, num_tokens),
             config.engine.num_speculative_tokens,
@@ -264,6 +266,7 @@ def load_runner(
         packing_of(plan, kernels),
         library_of(plan),
         experts_packing_of(plan, kernels),
+        LATENT_PREFILL in kernels.proven,
     )
     decoder: StepDecoder
     draft_head: DraftHead | None = None

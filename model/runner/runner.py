@@ -142,6 +142,7 @@ class Runner:
             state_blocks,
             decoder.num_lora_slots,
             "all" if cache.states is None else cache.states.shape.chunked,
+            replays_prompts=not backend.expands_prompts,
         )
         self._packer = Packer(
             facts,

@@ -20,6 +20,13 @@ import torch
 import triton
 
 from baton.kernels.hopper.attention.decode import one_decode_attention, plan_decode
+from baton.kernels.hopper.attention.latent_prefill import (
+    PLAIN_DIM,
+    TURNED_DIM,
+    Prompt,
+    expanded_prefill_attention,
+    latent_plan,
+)
 from baton.kernels.hopper.attention.prefill import (
     DTYPES,
     paged_prefill_attention,
@@ -122,6 +129,7 @@ def cases() -> Cases:
         found[f"head of {head_dim}"] = partial(_prefill, head_dim=head_dim)
     found["cuts, heads of 256"] = partial(_prefill, head_dim=256, cuts=True)
     found["few, cuts, heads of 256"] = partial(_prefill, head_dim=256, cuts=True, **few)
+    found["latent"] = _latent
     found["head of 64, all options"] = partial(
         _prefill, head_dim=64, window=100, has_sinks=True
     )
@@ -161,6 +169,24 @@ def _prefill(
         case.scale,
         softcap,
         sinks,
+    )
+
+
+def _latent() -> None:
+    num_heads = 16
+    shape = AttentionShape((300,), (300,), num_heads, 1, 576, dtype=DTYPES[0], planes=1)
+    case = attention_batch(shape, "cpu")
+    plan = latent_plan([Prompt(0, 0, 0, 299)], case.pool, case.block_tables, num_heads)
+    q = case.q[..., :PLAIN_DIM]
+    weight = torch.zeros(2 * num_heads * PLAIN_DIM, 512, dtype=DTYPES[0])
+    expanded_prefill_attention(
+        q,
+        case.q[..., -TURNED_DIM:],
+        case.pool,
+        1,
+        plan,
+        lambda rows: rows @ weight.T,
+        case.scale,
     )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from baton.kv_transfer.pools import HostPool
 from baton.model.loading.weight_digests import WeightDigest
 from baton.model.loading.weights import fingerprint
+from baton.model.runner.device_kernels import UNPROVEN, DeviceKernels
 from baton.model.runner.rank import load_runner
 from baton.model.runner.rank_plan import plan_rank
 from baton.model.runner.runner import Runner
@@ -60,11 +61,15 @@ def model_fingerprint(folder: Path, dtype: str = "float32") -> str:
 
 
 @contextmanager
-def loaded(config: ClusterConfig, ranks: Ranks | None = None) -> Iterator[Runner]:
+def loaded(
+    config: ClusterConfig,
+    ranks: Ranks | None = None,
+    kernels: DeviceKernels = UNPROVEN,
+) -> Iterator[Runner]:
     """A runner over a pool of its own."""
     ranks = ranks or SingleRank()
     plan = plan_rank(config, ranks.size)
-    runner, pool = load_runner(plan, config, ranks, no_progress)
+    runner, pool = load_runner(plan, config, ranks, no_progress, kernels)
     try:
         yield runner
     finally:

@@ -166,6 +166,9 @@ class TableBackend:
     name = "tables"
     is_batch_invariant = False
     has_two_orders = False
+    expands_prompts = False
+    absorbed_rows = None
+    expansion = None
 
     def __init__(
         self,

@@ -51,6 +51,9 @@ class StandIn:
                 self._item(items[number], q, kv, a)
 
     def _item(self, item: list[int], q: Tensor, kv: Tensor, a: dict[str, Any]) -> None:
+        if a["LATENT"]:
+            self._latent_item(item, q, kv, a)
+            return
         token, first_position, count, begin, end, head, row, context = item
         pack = a["PACK"]
         page = a["PAGE"]
@@ -90,6 +93,41 @@ class StandIn:
         if "rounds apart" in self._faults and a["WARPGROUPS"] == 1:
             out = out * (1 + 2**-8)
         a["out_ptr"][token + i // pack, kv_head * group + heads] = out.to(q.dtype)
+
+    def _latent_item(
+        self, item: list[int], q: Tensor, kv: Tensor, a: dict[str, Any]
+    ) -> None:
+        token, first_position, count, begin, end, head, base, _ = item
+        dim = a["DIM"]
+        keys = torch.arange(begin * a["KEYS"], end * a["KEYS"])
+        of_head = kv[:, 2 * head * dim :][:, : 2 * dim]
+        k, v = of_head[base + keys].double().split(dim, 1)
+        own = slice(token, token + count)
+        turned = a["q_turned_desc"]
+        q_turned = turned.base.as_strided(turned.shape, turned.strides)
+        k_turned = a["k_turned_desc"].base[base + keys].double()
+        s = (
+            q[own, head, 0].double() @ k.T
+            + q_turned[own, head, 0].double() @ k_turned.T
+        )
+        positions = first_position + torch.arange(count)
+        s = (s * a["scale"]).masked_fill(keys > positions[:, None], -torch.inf)
+        m = s.max(1).values
+        w = torch.exp2(s - torch.where(m.isinf(), 0.0, m)[:, None])
+        sums = m.float(), w.sum(1).float(), (w[..., None] * v).sum(1).float()
+        heads = a["heads"]
+        if begin and "forgets the keys before" not in self._faults:
+            before = a["carried_sum_ptr"][own, head]
+            sums = self._machine.merge(
+                (before[:, 0], before[:, 1], a["carried_ptr"][own, head]), sums
+            )
+        assert a["out_ptr"].shape[1] == heads
+        m, norm, acc = sums
+        if end * a["KEYS"] < first_position + count:
+            a["carried_sum_ptr"][own, head] = torch.stack((m, norm), 1)
+            a["carried_ptr"][own, head] = acc
+        else:
+            a["out_ptr"][own, head] = (acc / norm[:, None]).to(q.dtype)
 
     def _scoring(self, a: dict[str, Any], heads: Tensor) -> Scoring:
         scale = a["scale"] / LOG2_E

@@ -18,13 +18,31 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from baton.kernels.hopper.attention import one_order_proof, prefill, prefill_proof
-from baton.kernels.hopper.attention.cases import fault_in
+from baton.kernels import reference
+from baton.kernels.hopper.attention import (
+    latent_prefill,
+    latent_proof,
+    one_order_proof,
+    prefill,
+    prefill_proof,
+)
+from baton.kernels.hopper.attention.cases import difference, fault_in
 from baton.kernels.hopper.attention.decode import one_decode_attention, plan_decode
+from baton.kernels.hopper.attention.latent_prefill import PLAIN_DIM, TURNED_DIM
 from baton.kernels.hopper.attention.prefill_plan import plan_prefill
-from baton.kernels.proofs import ONE_ORDER, PREFILL, ModelShapes
-from baton.model.layers.attention import Batch, Scoring, Tables
+from baton.kernels.proofs import (
+    LATENT_PREFILL,
+    ONE_ORDER,
+    PREFILL,
+    LatentDims,
+    ModelShapes,
+)
+from baton.model.config.latent_config import LatentConfig
+from baton.model.layers.attention import Batch, Chunk, Scoring, Tables
 from baton.model.layers.cuda_backend import CudaBackend
+from baton.model.layers.latent_attention import LatentWeights, make_latent
+from baton.model.layers.linear import Linear
+from baton.model.layers.mlp import StackedExperts
 from tests.support.hopper_stand_in import StandIn
 from tests.support.interpret_kernels import Interpreting
 from tests.support.one_order import Arithmetic, attend
@@ -44,6 +62,8 @@ CACHED = st.one_of(st.just(0), st.integers(0, 1500))
 QUICK = (385, 1, 0, 129, 256, 257)
 OTHERS = (*QUICK, 700, 128, 16, 2, 127, 2048, 2049, 2177, 3000, 0, 8321)
 PROGRAMS = (7, 1, 13)
+DEEPSEEK = LatentDims(512, 128, 64, 128)
+LATENT = ModelShapes((), 16, 1, 576, 16, is_latent=True, latent=DEEPSEEK)
 # Windows begin inside a tile, inside a cut and at its border; some contexts are shorter.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -256,6 +276,12 @@ def said_by_proofs() -> dict[str, str]:
     }
     large = msgspec.structs.replace(ordered, head_dim=256, windows=())
     said["heads of 256"] = _said(one_order_proof, large)
+    latent = msgspec.structs.replace(
+        LATENT, num_heads=2, latent=DEEPSEEK._replace(kv_lora_rank=64)
+    )
+    said["latent"] = _said(latent_proof, latent)
+    fault = "forgets the keys before"
+    said[fault] = _said(latent_proof, latent, fault)
     for fault in ("reads past the end", "rounds apart", "forgets the window"):
         said[fault] = _said(prefill_proof, options, fault)
     # Decode is right in all of these.
@@ -279,7 +305,11 @@ def _frozen(work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
 
 
 def _said(proof: object, shapes: ModelShapes, *faults: str) -> str:
-    with patch.object(prefill, "launch_prefill", StandIn(MACHINE, faults)):
+    kernel = StandIn(MACHINE, faults)
+    with (
+        patch.object(prefill, "launch_prefill", kernel),
+        patch.object(latent_prefill, "launch_prefill", kernel),
+    ):
         return str(proof.prove(shapes, "cpu"))  # type: ignore[attr-defined]
 
 
@@ -330,6 +360,116 @@ def layers_beside_triton() -> dict[str, str]:
     return found
 
 
+class LatentSteps:
+    """Steps of a layer with latent attention, whose prompts a backend may expand."""
+
+    def __init__(self) -> None:
+        self._luck = torch.Generator().manual_seed(0)
+        sizes = LatentConfig(None, 64, PLAIN_DIM, TURNED_DIM, PLAIN_DIM, False)
+        width = 2 * PLAIN_DIM
+        weights = LatentWeights(
+            q_down=None,
+            q_norm=None,
+            q_up=self.numbers(2, sizes.qk_head_dim, 1),
+            row_down=self.numbers(sizes.row_dim, 1),
+            row_norm=torch.ones(sizes.kv_lora_rank),
+            row_up=self.numbers(2, width, sizes.kv_lora_rank) / 8,
+            of_index=None,
+        )
+        _, self.latent = make_latent(
+            sizes,
+            weights,
+            lambda weight: Linear(weight, ordered=in_fp64),
+            lambda parts: StackedExperts(
+                torch.stack([*parts]), reference.grouped_product
+            ),
+            expands=True,
+        )
+        self.width = 2 * sizes.qk_head_dim + sizes.row_dim
+        self.pool = self.numbers(20, 1, 2, 1, 16, sizes.row_dim)
+
+    def numbers(self, *size: int) -> Tensor:
+        return torch.randn(size, generator=self._luck).bfloat16()
+
+    def step(
+        self, x: Tensor, spans: list[tuple[int, int, int]], proven: frozenset[str]
+    ) -> Tensor:
+        """Return values of tokens `start:end` of prompts of so many tokens, `[*, 2, PLAIN_DIM]`.
+
+        Sequence `i` has the blocks from `4 i + 1` on. The pool keeps the rows of the step.
+        """
+        rotation = [rotation_table(128, TURNED_DIM)]
+        backend = CudaBackend(self.pool, 2, rotation, 1e-6, proven=proven)
+        chunks = []
+        positions: list[int] = []
+        slots: list[int] = []
+        for number, (start, end, num_prompt_tokens) in enumerate(spans):
+            blocks = tuple(range(4 * number + 1, 4 * number + 5))
+            chunks.append(
+                Chunk(
+                    len(positions),
+                    start,
+                    end - start,
+                    blocks,
+                    num_prompt_tokens=num_prompt_tokens,
+                )
+            )
+            positions += range(start, end)
+            slots += [blocks[n // 16] * 16 + n % 16 for n in range(start, end)]
+        decoding = next(
+            (n for n, one in enumerate(chunks) if one.length > 1), len(chunks)
+        )
+        starts = [one.row - decoding for one in chunks[decoding:]]
+        starts.append(len(positions) - decoding)
+        tables = Tables(
+            torch.tensor([one.block_table for one in chunks], dtype=torch.int32),
+            torch.tensor([one.end for one in chunks], dtype=torch.int32),
+            torch.tensor(starts, dtype=torch.int32),
+            decoding,
+        )
+        where = torch.tensor(positions), torch.tensor(slots)
+        backend.begin(Batch(where[0], *where, tuple(chunks), tables))
+        packed = self.latent.packed(x, x, backend)
+        backend.expansion = self.latent
+        with patch.object(latent_prefill, "launch_prefill", StandIn(MACHINE)):
+            out = backend.attend(1, packed, None)
+        if backend.absorbed_rows is None:
+            out = self.latent.expanded(out)
+        return out.view(len(x), 2, PLAIN_DIM)
+
+
+def in_fp64(x: Tensor, weight: Tensor) -> Tensor:
+    return (x.double() @ weight.double().T).to(x.dtype)
+
+
+def latent_steps() -> dict[str, object]:
+    """Return where expanded steps differ from absorbed ones, and from themselves in other chunks.
+
+    Sequences decode, compute one token of a prompt, a part of one, the end of one, and a response
+    that is computed again.
+    """
+    steps = LatentSteps()
+    proven = frozenset({LATENT_PREFILL})
+    spans = [(32, 33, 20), (19, 20, 40), (10, 40, 60), (5, 30, 30), (10, 20, 15)]
+    x = steps.numbers(sum(end - start for start, end, _ in spans), steps.width)
+    absorbed = steps.step(x, spans, frozenset())
+    expanded = steps.step(x, spans, proven)
+    rows = torch.cat((torch.arange(1, 32), torch.arange(32, 56), torch.arange(57, 61)))
+    is_prompt = torch.zeros(len(x), dtype=torch.bool)
+    is_prompt[rows] = True
+    changed = (expanded != absorbed).flatten(1).any(1)
+    # In one chunk, and token by token.
+    whole = steps.step(x[:20], [(10, 30, 31)], proven)
+    alone = torch.cat(
+        [steps.step(x[n : n + 1], [(10 + n, 11 + n, 31)], proven) for n in range(20)]
+    )
+    return {
+        "beside absorbed": fault_in(expanded, absorbed),
+        "changed": bool((changed == is_prompt).all()),
+        "token by token": difference(alone, whole),
+    }
+
+
 def make_small() -> None:
     """Let the proofs take shorter contexts, since the interpreter is slow."""
     prefill_proof.BATCHES = (
@@ -345,6 +485,10 @@ def make_small() -> None:
     one_order_proof.LAST = 9
     one_order_proof.CAPTURED = ((130, 30), (10, 25))
     one_order_proof.REPLAYED = ((150, 40), (30, 5))
+    latent_proof.BATCHES = (((1, 129, 300), (1, 129, 40)),)
+    latent_proof.PROMPT = 390
+    latent_proof.CHUNKS = (0, 3, 130, 390)
+    latent_proof.SPLIT = 128
 
 
 def orders_of_sums() -> dict[str, object]:
@@ -355,6 +499,7 @@ PARTS: dict[str, Callable[[], object]] = {
     "proofs": said_by_proofs,
     "backend": layers_beside_triton,
     "orders": orders_of_sums,
+    "latent": latent_steps,
 }
 
 

@@ -7,22 +7,29 @@ import json
 import sys
 from pathlib import Path
 from typing import ClassVar
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from triton.experimental.gluon import language as gl
 
+from baton.kernels.hopper.attention import latent_prefill, latent_proof, prefill
+from baton.kernels.proofs import LATENT_PREFILL
 from baton.model.config.decoder_config import DecoderConfig
 from baton.model.layers.attention import Batch, IndexPool
 from baton.model.layers.cuda_backend import CudaBackend
 from baton.model.layers.rotary import rope_table
 from baton.model.runner.cuda_start import warm_up
+from baton.model.runner.device_kernels import DeviceKernels, shapes_of
 from baton.model.runner.kv_cache import wide_heads
 from baton.model.runner.rank_plan import plan_rank
 from baton.model.runner.runner import Runner
 from baton.model.runner.step_queue import HostQueue
 from baton.runtime.clock import monotonic
 from tests.support.compute import Text, compute_config, loaded, logits, random_tokens
+from tests.support.hopper_stand_in import StandIn
 from tests.support.interpret_kernels import Interpreting
+from tests.support.one_order import Arithmetic
 
 
 class NotingBackend(CudaBackend):
@@ -41,7 +48,15 @@ def beside_the_cpu(folder: Path) -> dict[str, object]:
     decoder = plan_rank(config, 1).decoder
     assert isinstance(decoder, DecoderConfig)
     errors: dict[str, float] = {}
-    with loaded(config) as cpu:
+    shapes = shapes_of(decoder, 1, 16, (torch.bfloat16, torch.bfloat16), 128)
+    is_expanded = not latent_proof.missing_for(shapes, (9, 0))
+    proven = frozenset({LATENT_PREFILL} if is_expanded else ())
+    kernel = StandIn(Arithmetic())
+    with (
+        loaded(config, kernels=DeviceKernels(proven)) as cpu,
+        patch.object(latent_prefill, "launch_prefill", kernel),
+        patch.object(prefill, "_layout", of_fp32),
+    ):
         tables = [rope_table(rope, width, 128) for rope, width in decoder.rotations]
         pool = torch.zeros_like(cpu.cache.pool)
         NotingBackend.noted.clear()
@@ -54,6 +69,7 @@ def beside_the_cpu(folder: Path) -> dict[str, object]:
             decoder.rms_norm_eps,
             index=index,
             wide=wide,
+            proven=proven,
         )
         cache = type(cpu.cache)(pool, cpu.cache.generations.copy())
         cuda = Runner(cpu.decoder, backend, cache, cpu.sampler, HostQueue(), monotonic)
@@ -79,6 +95,7 @@ def beside_the_cpu(folder: Path) -> dict[str, object]:
             is_ordered=True,
             index=index_over(decoder, cpu.cache.index_keys),
             wide=wide,
+            proven=proven,
         )
         cache = type(cpu.cache)(ordered.pool, cpu.cache.generations.copy())
         in_order = Runner(
@@ -91,7 +108,16 @@ def beside_the_cpu(folder: Path) -> dict[str, object]:
                 error = (ours - theirs).abs().max() / theirs.abs().max()
                 errors[name + how] = float(error)
         stored = (pool - cpu.cache.pool)[[5, 2, 9, 1]].abs().max() / pool.abs().max()
-    return {"errors": errors | {"what is stored": float(stored)}, "warm_up": warm}
+    return {
+        "errors": errors | {"what is stored": float(stored)},
+        "warm_up": warm,
+        "is_expanded": bool(kernel.forms),
+    }
+
+
+def of_fp32(rank: int) -> gl.NVMMASharedLayout:
+    """Return the layout of a box of numbers that the kernel itself does not take."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=rank)
 
 
 def index_over(decoder: DecoderConfig, keys: Tensor | None) -> IndexPool | None:

@@ -23,7 +23,7 @@ from baton.kernels.cuda.grouped_product import grouped_product
 from baton.kernels.cuda.sampling import sample_tokens
 from baton.kernels.cuda.states.state_proof import StateTrial
 from baton.kernels.cuda.token_counts import penalize_counted
-from baton.kernels.proofs import ONE_ORDER, OVERLAPS, PREFILL
+from baton.kernels.proofs import LATENT_PREFILL, ONE_ORDER, OVERLAPS, PREFILL
 from baton.kernels.state_layout import StateShape, state_layout
 from baton.model.config.latent_config import LatentConfig
 from baton.model.config.rope_config import Rope
@@ -143,7 +143,12 @@ def runner(
     if is_ordered:
         decoder = with_ordered_products(decoder)
     if is_latent:
-        decoder = with_latent_attention(decoder, device, is_sparse=is_sparse)
+        decoder = with_latent_attention(
+            decoder,
+            device,
+            is_sparse=is_sparse,
+            expands=backend.expands_prompts,
+        )
     if has_states:
         decoder = with_a_state(decoder, device)
     if kind == "kinds":
@@ -176,7 +181,7 @@ def with_ordered_products(decoder: Decoder) -> Decoder:
 
 
 def with_latent_attention(
-    decoder: Decoder, device: torch.device, *, is_sparse: bool
+    decoder: Decoder, device: torch.device, *, is_sparse: bool, expands: bool
 ) -> Decoder:
     def empty(*sizes: int) -> torch.Tensor:
         return torch.empty(sizes, dtype=torch.bfloat16, device=device)
@@ -196,7 +201,18 @@ def with_latent_attention(
         key_norm=empty(2, INDEX_DIM).float(),
         weights=Linear(empty(INDEX_HEADS, SHAPE.hidden_size).float()),
     )
-    latent = LatentAttention(LATENT, heads, None, None, empty(rank), keys, values, None)
+    width = LATENT.qk_nope_head_dim + LATENT.v_head_dim
+    latent = LatentAttention(
+        LATENT,
+        heads,
+        None,
+        None,
+        empty(rank),
+        keys,
+        values,
+        None,
+        Linear(empty(heads * width, rank)) if expands else None,
+    )
     kinds = {"qkv": first, "head_norms": None}
     layers = tuple(
         replace(
@@ -368,6 +384,7 @@ def main() -> None:
         "eager": steps_of(),
         "ordered": steps_of(is_ordered=True),
         "latent": steps_of("latent"),
+        "latent expanded": steps_of("latent", proven=frozenset({LATENT_PREFILL})),
         "sparse": steps_of("sparse"),
         "states": steps_of("states"),
         "kinds": steps_of("kinds"),

@@ -22,8 +22,10 @@ from baton.kernels.cuda.pool_writes import move_blocks, rope_and_store
 from baton.kernels.cuda.prefill_attention import paged_prefill_attention
 from baton.kernels.hopper.products.product import load_product
 from baton.kernels.proofs import (
+    LATENT_PREFILL,
     ONE_ORDER,
     Candidate,
+    LatentDims,
     ModelShapes,
     NarrowExperts,
     ProofRequest,
@@ -65,7 +67,7 @@ SHAPES = ModelShapes(
     state=StateShape(2, 16, 8, 128, 128, 4096, 4),
     state_kind="delta",
 )
-# Attention with other heads, and with windows, sinks and caps.
+# Attention with other heads, with windows, sinks and caps, and to latent rows.
 OTHER_SHAPES = {
     "gpt-oss-20b": msgspec.structs.replace(
         SHAPES, num_heads=64, head_dim=64, scale=0.125, windows=(128,), has_sinks=True
@@ -78,6 +80,15 @@ OTHER_SHAPES = {
     ),
     "Qwen3-Next": msgspec.structs.replace(
         SHAPES, num_heads=16, kv_heads=2, head_dim=256, scale=1 / 16
+    ),
+    "DeepSeek-V2-Lite": msgspec.structs.replace(
+        SHAPES,
+        num_heads=16,
+        kv_heads=1,
+        head_dim=576,
+        scale=192**-0.5,
+        is_latent=True,
+        latent=LatentDims(512, 128, 64, 128),
     ),
     "Phi-3-mini": msgspec.structs.replace(
         SHAPES, kv_heads=32, head_dim=96, scale=96**-0.5, windows=(2047,)
@@ -224,7 +235,7 @@ def run(
             desk.check(key, partial(keeps, desk.device, key, product, sizes))
     for other, shapes in OTHER_SHAPES.items():
         for candidate in provable(desk.device, shapes):
-            if candidate.name == ONE_ORDER:
+            if candidate.name in {ONE_ORDER, LATENT_PREFILL}:
                 key = f"proof of {candidate.name}, {other}"
                 proof = partial(proof_of, key, candidate, desk.device, shapes)
                 desk.check(key, proof, 30.0)

@@ -6,8 +6,9 @@ layers and calls go from one to the next: each reads cold memory, as in service.
 launches is in the steps of the engine.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import pairwise
 
 import msgspec
 import torch
@@ -26,6 +27,7 @@ from baton.kernels.cuda.latent_attention import (
 )
 from baton.kernels.cuda.prefill_attention import paged_prefill_attention
 from baton.kernels.cuda.sampling import sample_tokens
+from baton.kernels.hopper.attention import latent_prefill
 from baton.kernels.hopper.attention import prefill as hopper
 from baton.kernels.hopper.attention.decode import one_decode_attention, plan_decode
 from baton.kernels.hopper.narrow.narrow_proof import weights_of
@@ -101,7 +103,12 @@ class Kernels:
             if prefill.window is None:
                 measure(blank, partial(self.sdpa, blank, prefill))
         for latent in cases.latent:
-            measure(Measured(latent.key, latent.unit), partial(self.latent, latent))
+            for form in self.forms(LATENTS):
+                if form == ON_HOPPER and set(latent.queries) == {1}:
+                    continue  # those of a response are absorbed
+                key = latent.key + form
+                work = partial(self.latent, latent, form)
+                measure(Measured(key, latent.unit), work)
         if cases.products:
             ours = ordered_product(self.desk.device)
             for product in cases.products:
@@ -117,7 +124,7 @@ class Kernels:
                 Measured(sampling.key, sampling.unit), partial(self.sample, sampling)
             )
 
-    def forms(self, forms: Forms) -> list[str]:
+    def forms(self, forms: Iterable[str]) -> list[str]:
         """Return the kinds of kernels that this GPU takes."""
         if self.desk.device.type != "cuda":
             return [""]
@@ -183,8 +190,8 @@ class Kernels:
             causal_flops(tokens, num_heads * head_dim, case.window),
         )
 
-    def latent(self, case: LatentCase) -> Measured:
-        """Measure attention to latent rows, in which models of this kind serve prompts, too."""
+    def latent(self, case: LatentCase, form: str) -> Measured:
+        """Measure attention to latent rows, or to what they are expanded to within the call."""
         num_heads, latent, rotated = self.cases.latent_sizes
         shape = AttentionShape(
             case.contexts,
@@ -198,7 +205,7 @@ class Kernels:
         )
         batch = attention_batch(shape, self.desk.device.type)
         is_decode = set(case.queries) == {1}
-        call = _latent_decode_call if is_decode else _latent_prefill_call
+        call = _latent_decode_call if is_decode else LATENTS[form]
         timing = self.desk.watch.kernels(
             [call(batch, layer, rotated) for layer in range(case.num_layers)]
         )
@@ -208,7 +215,7 @@ class Kernels:
             width = num_heads * EXPANDED_DIM
             flops = sum(causal_flops(count, width) for count in case.queries)
         work = Work(VALUE_BYTES * total * (latent + rotated), flops)
-        return Measured(case.key, case.unit, work, timing)
+        return Measured(case.key + form, case.unit, work, timing)
 
     def sdpa(self, blank: Measured, case: PrefillCase) -> Measured:
         """Measure the same work in torch's own attention, which reads contiguous keys."""
@@ -352,6 +359,33 @@ def _latent_prefill_call(batch: Batch, layer: int, rotated: int) -> Call:
     )
 
 
+def _expanded_prefill_call(batch: Batch, layer: int, rotated: int) -> Call:
+    """Return the call of a layer for whole prompts; a step makes one plan for all of them."""
+    num_heads = batch.q.shape[1]
+    starts = batch.query_starts.tolist()
+    prompts = [
+        latent_prefill.Prompt(number, first, 0, end - first)
+        for number, (first, end) in enumerate(pairwise(starts))
+    ]
+    plan = latent_prefill.latent_plan(
+        prompts, batch.pool, batch.block_tables, num_heads
+    )
+    latent = batch.pool.shape[5] - rotated
+    width = 2 * num_heads * latent_prefill.PLAIN_DIM
+    expansion = torch.randn(
+        width, latent, device=batch.q.device, dtype=batch.q.dtype
+    ).div_(latent**0.5)
+    return lambda: latent_prefill.expanded_prefill_attention(
+        batch.q[..., : latent_prefill.PLAIN_DIM],
+        batch.q[..., -rotated:],
+        batch.pool,
+        layer,
+        plan,
+        lambda rows: F.linear(rows, expansion),
+        batch.scale,
+    )
+
+
 def _one_decode_call(batch: Batch, layer: int) -> Call:
     """Return the call of a layer; a step makes one plan for all of them."""
     plan = plan_decode(
@@ -401,6 +435,10 @@ def _hopper_prefill_call(batch: Batch, layer: int, *, cuts: bool) -> Call:
     )
 
 
+LATENTS: Mapping[str, Callable[[Batch, int, int], Call]] = {
+    "": _latent_prefill_call,
+    ON_HOPPER: _expanded_prefill_call,
+}
 DECODES: Forms = {
     "": partial(_decode_call, ordered=False),
     ORDERED: partial(_decode_call, ordered=True),

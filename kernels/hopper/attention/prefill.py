@@ -150,10 +150,14 @@ def paged_prefill_attention(
         (plan.num_programs, 1, 1),
         _queries(q, pool.shape[1], tile.pack),
         plan.kv,
+        None,
+        None,
         plan.items,
         block_tables,
         out,
         plan.items if sinks is None else sinks,
+        None,
+        None,
         layer * pool.stride(2) // head_dim,
         pool.stride(0) // head_dim,
         pool.stride(1) // head_dim,
@@ -174,6 +178,7 @@ def paged_prefill_attention(
         CAPPED=softcap is not None,
         SINKS=sinks is not None,
         CUTS=plan.cuts,
+        LATENT=False,
         REGISTERS=registers,
         PRODUCER_REGISTERS=producer_registers,
         num_warps=4,
@@ -186,7 +191,7 @@ def _queries(q: Tensor, kv_heads: int, pack: int) -> TensorDescriptor:
     """Describe queries so that a box is 64 rows of 64 numbers: of one head, or of a group's."""
     num_tokens, num_heads, head_dim = q.shape
     group = num_heads // kv_heads
-    return _described(
+    return described(
         q,
         [num_tokens, kv_heads, group, head_dim],
         [q.stride(0), group * head_dim, head_dim, 1],
@@ -202,12 +207,12 @@ def _rows(pool: Tensor) -> TensorDescriptor:
         for size, stride in zip(pool.shape[:5], pool.stride(), strict=False)
     )
     assert not any(stride % head_dim for stride in pool.stride()[:3])
-    return _described(
+    return described(
         pool, [last // head_dim + 1, head_dim], [head_dim, 1], [pool.shape[4], 64]
     )
 
 
-def _described(
+def described(
     tensor: Tensor, shape: list[int], strides: list[int], box: list[int]
 ) -> TensorDescriptor:
     return TensorDescriptor(tensor, shape, strides, box, _layout(len(shape)))

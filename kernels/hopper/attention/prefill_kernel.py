@@ -4,6 +4,10 @@ An item is a tile of queries, of one head or of all that share a KV head, over i
 One warp of a program brings queries, keys and values by TMA and goes on to the next item, while one
 or two warpgroups of 64 rows each finish theirs. Keys are cut at absolute positions, so the bits of
 a query depend neither on its chunk nor on its tile. With `CUTS`, sums have the order of order.py.
+
+With `LATENT`, keys and values are those to which some latent rows of each sequence were expanded,
+and all heads share the last numbers of a key. The sums of a query over these keys are merged with
+those over the keys before, which other launches have left in memory.
 """
 
 # ruff: noqa: N803, N806, PLR0913, PLR0915, PLR0917, RUF005, SIM108, SIM113
@@ -41,6 +45,7 @@ class Form:
     CAPPED: gl.constexpr
     SINKS: gl.constexpr
     CUTS: gl.constexpr
+    LATENT: gl.constexpr
     PINGPONG: gl.constexpr  # the warpgroups begin their products in turns
 
     @gluon.constexpr_function
@@ -58,6 +63,7 @@ class Form:
         CAPPED: bool,
         SINKS: bool,
         CUTS: bool,
+        LATENT: bool,
     ) -> None:
         self.HEAD_DIM = gl.constexpr(HEAD_DIM)
         self.DIM = gl.constexpr(DIM)
@@ -71,6 +77,7 @@ class Form:
         self.CAPPED = gl.constexpr(CAPPED)
         self.SINKS = gl.constexpr(SINKS)
         self.CUTS = gl.constexpr(CUTS)
+        self.LATENT = gl.constexpr(LATENT)
         self.PINGPONG = gl.constexpr(WARPGROUPS == 2)
 
 
@@ -94,12 +101,28 @@ class Inputs:
 
 
 @aggregate
+class Carried:
+    """What launches leave of rows that have more keys to see."""
+
+    out: gl.tensor  # [num_tokens, num_heads, DIM] fp32
+    sums: gl.tensor  # [num_tokens, num_heads, 2] fp32: maxima and sums
+
+    @gluon.constexpr_function
+    def __init__(self, out: gl.tensor, sums: gl.tensor) -> None:
+        self.out = out
+        self.sums = sums
+
+
+@aggregate
 class Shared:
     """Tiles in shared memory, and the barriers that say which are full and which are empty."""
 
     q: gl.shared_memory_descriptor
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
+    # The last numbers of queries and keys, if all heads share those of keys.
+    q_turned: gl.shared_memory_descriptor
+    k_turned: gl.shared_memory_descriptor
     total: gl.shared_memory_descriptor  # of the cuts before the present one
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
@@ -116,6 +139,8 @@ class Shared:
         q: gl.shared_memory_descriptor,
         k: gl.shared_memory_descriptor,
         v: gl.shared_memory_descriptor,
+        q_turned: gl.shared_memory_descriptor,
+        k_turned: gl.shared_memory_descriptor,
         total: gl.shared_memory_descriptor,
         q_full: gl.shared_memory_descriptor,
         q_empty: gl.shared_memory_descriptor,
@@ -129,6 +154,8 @@ class Shared:
         self.q = q
         self.k = k
         self.v = v
+        self.q_turned = q_turned
+        self.k_turned = k_turned
         self.total = total
         self.q_full = q_full
         self.q_empty = q_empty
@@ -172,6 +199,26 @@ def _out_layout(dim: int, cuts: bool) -> gl.DistributedLinearLayout:
         [],
         [64, dim],
     )
+
+
+@gluon.jit
+def _scores(C: gl.constexpr, stage: gl.tensor, shared: Shared, form: Form) -> gl.tensor:
+    """Begin the product of queries and a tile of keys."""
+    s = warpgroup_mma(
+        shared.q.index(C),
+        shared.k.index(stage).permute((1, 0)),
+        gl.zeros([64, form.KEYS], gl.float32, _products(form.KEYS)),
+        use_acc=False,
+        is_async=True,
+    )
+    if form.LATENT:
+        s = warpgroup_mma(
+            shared.q_turned.index(C),
+            shared.k_turned.index(stage).permute((1, 0)),
+            s,
+            is_async=True,
+        )
+    return s
 
 
 @gluon.jit
@@ -295,13 +342,7 @@ def _step(
     mbarrier.wait(shared.k_full.index(ks), (g // form.STAGES) & 1)
     if form.PINGPONG:
         mbarrier.wait(shared.turn.index(C), o & 1)
-    s = warpgroup_mma(
-        shared.q.index(C),
-        shared.k.index(ks).permute((1, 0)),
-        gl.zeros([64, form.KEYS], gl.float32, _products(form.KEYS)),
-        use_acc=False,
-        is_async=True,
-    )
+    s = _scores(C, ks, shared, form)
     mbarrier.wait(shared.v_full.index(vs), v_turn)
     acc = warpgroup_mma(p, shared.v.index(vs), acc, is_async=True)
     if form.PINGPONG:
@@ -319,7 +360,7 @@ def _step(
         before = m
     m_new = gl.maximum(before, gl.max(s, 1) * factor)
     top = m_new
-    if MASKED and (form.WINDOWED or form.CUTS):
+    if MASKED and (form.WINDOWED or form.CUTS or form.LATENT):
         top = gl.where(m_new == float("-inf"), 0.0, m_new)
     w = gl.exp2(gl.fma(s, factor, -top[:, None]))
     shrink = gl.exp2(before - top)
@@ -362,10 +403,82 @@ def _sinks(
 
 
 @gluon.jit
+def _merged(
+    C: gl.constexpr,
+    record: gl.tensor,
+    m: gl.tensor,
+    norm: gl.tensor,
+    acc: gl.tensor,
+    heads: gl.tensor,
+    carried: Carried,
+    form: Form,
+) -> tuple[gl.tensor, gl.tensor, gl.tensor]:
+    """The sums of a warpgroup's rows, merged with what `_carry` has stored."""
+    OF_SUMS: gl.constexpr = gl.SliceLayout(1, _products(form.KEYS))
+    OF_OUT: gl.constexpr = gl.SliceLayout(1, _products(form.DIM))
+    lines, live = _lines(C, record, heads, form, OF_SUMS)
+    sums = carried.sums + 2 * lines
+    m_before = gl.load(sums, mask=live, other=float("-inf"))
+    norm_before = gl.load(sums + 1, mask=live, other=0.0)
+    m, norm, old, new = _merge_sums(m_before, norm_before, m, norm)
+    lines, live = _lines(C, record, heads, form, OF_OUT)
+    d = gl.arange(0, form.DIM, layout=gl.SliceLayout(0, _products(form.DIM)))
+    here = carried.out + lines[:, None] * form.DIM + d[None, :]
+    before = gl.load(here, mask=live[:, None], other=0.0)
+    acc = gl.fma(
+        before,
+        gl.convert_layout(old, OF_OUT)[:, None],
+        acc * gl.convert_layout(new, OF_OUT)[:, None],
+    )
+    return m, norm, acc
+
+
+@gluon.jit
+def _carry(
+    C: gl.constexpr,
+    record: gl.tensor,
+    m: gl.tensor,
+    norm: gl.tensor,
+    acc: gl.tensor,
+    heads: gl.tensor,
+    carried: Carried,
+    form: Form,
+) -> None:
+    """Store the sums of a warpgroup's rows, which have keys to see in later launches."""
+    OF_SUMS: gl.constexpr = gl.SliceLayout(1, _products(form.KEYS))
+    OF_OUT: gl.constexpr = gl.SliceLayout(1, _products(form.DIM))
+    lines, live = _lines(C, record, heads, form, OF_SUMS)
+    gl.store(carried.sums + 2 * lines, m, mask=live)
+    gl.store(carried.sums + 2 * lines + 1, norm, mask=live)
+    lines, live = _lines(C, record, heads, form, OF_OUT)
+    d = gl.arange(0, form.DIM, layout=gl.SliceLayout(0, _products(form.DIM)))
+    here = carried.out + lines[:, None] * form.DIM + d[None, :]
+    gl.store(here, acc, mask=live[:, None])
+
+
+@gluon.jit
+def _lines(
+    C: gl.constexpr,
+    record: gl.tensor,
+    heads: gl.tensor,
+    form: Form,
+    LAYOUT: gl.constexpr,
+) -> tuple[gl.tensor, gl.tensor]:
+    """The numbers of a warpgroup's rows among those of all tokens and heads, and which are live."""
+    i = C * 64 + gl.arange(0, 64, layout=LAYOUT)
+    line = (gl.load(record) + i // form.PACK).to(gl.int64) * heads
+    live = i // form.PACK < gl.load(record + 2)
+    if form.PACK > form.GROUP:
+        live = live & (i % form.PACK < form.GROUP)
+    return line + gl.load(record + 5) + i % form.PACK, live
+
+
+@gluon.jit
 def _consume(
     C: gl.constexpr,
     out_ptr: gl.tensor,
     sink_ptr: gl.tensor,
+    carried: Carried,
     heads: gl.tensor,
     shared: Shared,
     inputs: Inputs,
@@ -398,13 +511,7 @@ def _consume(
         mbarrier.wait(shared.k_full.index(ks), (g // form.STAGES) & 1)
         if form.PINGPONG:
             mbarrier.wait(shared.turn.index(C), o & 1)
-        s = warpgroup_mma(
-            shared.q.index(C),
-            shared.k.index(ks).permute((1, 0)),
-            gl.zeros([64, form.KEYS], gl.float32, SCORES),
-            use_acc=False,
-            is_async=True,
-        )
+        s = _scores(C, ks, shared, form)
         if form.PINGPONG:
             mbarrier.arrive(shared.turn.index(1 - C), count=1)
         s = warpgroup_mma_wait(0, deps=(s,))
@@ -414,7 +521,7 @@ def _consume(
         s = _hidden(s, begin, position, inputs.window, form)
         m_new = gl.maximum(m, gl.max(s, 1) * factor)
         top = m_new
-        if form.WINDOWED or form.CUTS:
+        if form.WINDOWED or form.CUTS or form.LATENT:
             top = gl.where(m_new == float("-inf"), 0.0, m_new)
         w = gl.exp2(gl.fma(s, factor, -top[:, None]))
         norm = _row_sum(w, form)
@@ -520,19 +627,20 @@ def _consume(
                 acc = acc * old[:, None]
             share = gl.div_rn(gl.full([64], 1.0, gl.float32, ROWS), norm)
         else:
+            if form.LATENT and begin > 0:
+                m, norm, acc = _merged(C, record, m, norm, acc, heads, carried, form)
             share = 1.0 / norm
+        is_done = True
+        if form.LATENT:
+            # Whether its queries have seen all keys.
+            is_done = end * form.KEYS >= first_position + gl.load(record + 2)
+            if not is_done:
+                _carry(C, record, m, norm, acc, heads, carried, form)
         share = gl.convert_layout(share, gl.SliceLayout(1, _products(form.DIM)))
         result = gl.convert_layout((acc * share[:, None]).to(shared.k.dtype), OUT)
-        token = gl.load(record)
-        queries = gl.load(record + 2)
-        head = gl.load(record + 5)
-        i = C * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
+        line, live = _lines(C, record, heads, form, gl.SliceLayout(1, OUT))
         d = gl.arange(0, form.DIM, layout=gl.SliceLayout(0, OUT))
-        line = (token + i // form.PACK).to(gl.int64) * heads + head + i % form.PACK
-        live = i // form.PACK < queries
-        if form.PACK > form.GROUP:
-            live = live & (i % form.PACK < form.GROUP)
-        mask = live[:, None]
+        mask = (live & is_done)[:, None]
         if form.HEAD_DIM < form.DIM:
             mask = mask & (d < form.HEAD_DIM)[None, :]
         gl.store(
@@ -544,6 +652,8 @@ def _consume(
 def _produce(
     q_desc: tma.tensor_descriptor,
     kv_desc: tma.tensor_descriptor,
+    q_turned_desc: tma.tensor_descriptor | None,
+    k_turned_desc: tma.tensor_descriptor | None,
     table_ptr: gl.tensor,
     stride_table: gl.tensor,
     base_rows: gl.tensor,
@@ -552,6 +662,8 @@ def _produce(
     q_parts: gl.shared_memory_descriptor,
     k_pages: gl.shared_memory_descriptor,
     v_pages: gl.shared_memory_descriptor,
+    q_turned_parts: gl.shared_memory_descriptor,
+    k_turned_pages: gl.shared_memory_descriptor,
     shared: Shared,
     inputs: Inputs,
     form: Form,
@@ -560,6 +672,10 @@ def _produce(
     PAGE: gl.constexpr = form.PAGE
     PAGES: gl.constexpr = form.KEYS // form.PAGE
     PANELS: gl.constexpr = form.DIM // 64
+    # Expanded values lie behind the keys of their head, others a block's rows below them.
+    V_ROWS: gl.constexpr = 0 if form.LATENT else PAGE
+    V_COLUMNS: gl.constexpr = form.DIM if form.LATENT else 0
+    KEY_NUMBERS: gl.constexpr = form.DIM + (64 if form.LATENT else 0)
     TAIL: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     g = 0
     t = 0
@@ -577,27 +693,38 @@ def _produce(
         table = table_ptr + gl.load(record + 6).to(gl.int64) * stride_table
         for j in range(begin, end):
             rows = ()
-            for i in gl.static_range(PAGES):
-                page = j * PAGES + i
-                block = gl.load(table + page, mask=page * PAGE < context, other=0)
-                rows = rows + (block * block_rows + base_row,)  # type: ignore[assignment]
+            column = 0
+            first_row = base_row
+            if form.LATENT:
+                first_row = gl.load(record + 6) + j * form.KEYS
+                rows = rows + (first_row,)  # type: ignore[assignment]
+                column = head * (2 * form.DIM)
+            else:
+                for i in gl.static_range(PAGES):
+                    page = j * PAGES + i
+                    block = gl.load(table + page, mask=page * PAGE < context, other=0)
+                    rows = rows + (block * block_rows + base_row,)  # type: ignore[assignment]
             stage = g % form.STAGES
             turn = ((g // form.STAGES) & 1) ^ 1
             mbarrier.wait(shared.k_empty.index(stage), turn)
             k_full = shared.k_full.index(stage)
-            mbarrier.expect(k_full, form.KEYS * form.DIM * 2)
+            mbarrier.expect(k_full, form.KEYS * KEY_NUMBERS * 2)
             for i in gl.static_range(PAGES):
                 for part in gl.static_range(PANELS):
                     tma.async_copy_global_to_shared(
                         kv_desc,
-                        [rows[i], part * 64],
+                        [rows[i], column + part * 64],
                         k_full,
                         k_pages.index((stage * PANELS + part) * PAGES + i),
                     )
+            if form.LATENT:
+                tma.async_copy_global_to_shared(
+                    k_turned_desc, [first_row, 0], k_full, k_turned_pages.index(stage)
+                )
             if j == begin:
                 for c in gl.static_range(form.WARPGROUPS):
                     mbarrier.wait(shared.q_empty.index(c), (t & 1) ^ 1)
-                    mbarrier.expect(shared.q_full.index(c), 64 * form.DIM * 2)
+                    mbarrier.expect(shared.q_full.index(c), 64 * KEY_NUMBERS * 2)
                     for part in gl.static_range(PANELS):
                         tma.async_copy_global_to_shared(
                             q_desc,
@@ -610,15 +737,22 @@ def _produce(
                             shared.q_full.index(c),
                             q_parts.index(c * PANELS + part),
                         )
+                    if form.LATENT:
+                        tma.async_copy_global_to_shared(
+                            q_turned_desc,
+                            [token + c * 64, head, 0, 0],
+                            shared.q_full.index(c),
+                            q_turned_parts.index(c),
+                        )
             mbarrier.wait(shared.v_empty.index(stage), turn)
             v_full = shared.v_full.index(stage)
-            if j * form.KEYS + form.KEYS <= context:
+            if form.LATENT or j * form.KEYS + form.KEYS <= context:
                 mbarrier.expect(v_full, form.KEYS * form.DIM * 2)
                 for i in gl.static_range(PAGES):
                     for part in gl.static_range(PANELS):
                         tma.async_copy_global_to_shared(
                             kv_desc,
-                            [rows[i] + PAGE, part * 64],
+                            [rows[i] + V_ROWS, column + V_COLUMNS + part * 64],
                             v_full,
                             v_pages.index((stage * PANELS + part) * PAGES + i),
                         )
@@ -660,10 +794,14 @@ def _produce(
 def prefill_kernel(
     q_desc: tma.tensor_descriptor,
     kv_desc: tma.tensor_descriptor,
+    q_turned_desc: tma.tensor_descriptor | None,
+    k_turned_desc: tma.tensor_descriptor | None,
     plan: gl.tensor,
     table_ptr: gl.tensor,
     out_ptr: gl.tensor,
     sink_ptr: gl.tensor,
+    carried_ptr: gl.tensor | None,
+    carried_sum_ptr: gl.tensor | None,
     base_rows: gl.tensor,
     block_rows: gl.tensor,
     head_rows: gl.tensor,
@@ -684,6 +822,7 @@ def prefill_kernel(
     CAPPED: gl.constexpr,
     SINKS: gl.constexpr,
     CUTS: gl.constexpr,
+    LATENT: gl.constexpr,
     REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ) -> None:
@@ -712,10 +851,28 @@ def prefill_kernel(
     )
     k_pages = k._reinterpret(TYPE, [STAGES * PANELS * PAGES, PAGE, 64], kv_desc.layout)
     v_pages = v._reinterpret(TYPE, [STAGES * PANELS * PAGES, PAGE, 64], kv_desc.layout)
+    if LATENT:
+        q_turned = gl.allocate_shared_memory(TYPE, [WARPGROUPS, 64, 64], TILE)
+        k_turned = gl.allocate_shared_memory(TYPE, [STAGES, KEYS, 64], TILE)
+        q_turned_parts = q_turned._reinterpret(
+            TYPE, [WARPGROUPS, 64, 1, 1, 64], q_desc.layout
+        )
+        k_turned_pages = k_turned._reinterpret(TYPE, [STAGES, KEYS, 64], kv_desc.layout)
+    else:
+        q_turned = q
+        k_turned = k
+        q_turned_parts = q_parts
+        k_turned_pages = k_pages
+        q_turned_desc = q_desc
+        k_turned_desc = kv_desc
+        carried_ptr = plan
+        carried_sum_ptr = plan
     shared = Shared(
         q,
         k,
         v,
+        q_turned,
+        k_turned,
         total,
         gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], BARRIER),
@@ -750,12 +907,23 @@ def prefill_kernel(
         CAPPED,
         SINKS,
         CUTS,
+        LATENT,
     )
     inputs = Inputs(plan, window, scale, cap)
-    consumed = (out_ptr, sink_ptr, heads, shared, inputs, form)
+    consumed = (
+        out_ptr,
+        sink_ptr,
+        Carried(carried_ptr, carried_sum_ptr),
+        heads,
+        shared,
+        inputs,
+        form,
+    )
     produced = (
         q_desc,
         kv_desc,
+        q_turned_desc,
+        k_turned_desc,
         table_ptr,
         stride_table,
         base_rows,
@@ -764,6 +932,8 @@ def prefill_kernel(
         q_parts,
         k_pages,
         v_pages,
+        q_turned_parts,
+        k_turned_pages,
         shared,
         inputs,
         form,

@@ -11,15 +11,20 @@ import pytest
 
 pytest.importorskip("triton")
 
-from baton.kernels.hopper.attention import one_order_proof, prefill_proof
-from baton.kernels.proofs import ModelShapes
+from baton.kernels.hopper.attention import (
+    latent_proof,
+    one_order_proof,
+    prefill_proof,
+)
+from baton.kernels.hopper.attention.latent_prefill import Prompt, items_of, passes_of
+from baton.kernels.proofs import LatentDims, ModelShapes
 from tests.support.module_process import said_by
 
 # Far more than it takes on a machine that others use.
 pytestmark = pytest.mark.timeout(300)
 SHARED_BYTES = 227 << 10
 INTERPRETED = {"TRITON_INTERPRET": "1"}
-RIGHT = ("options", "one order", "heads of 256")
+RIGHT = ("options", "one order", "heads of 256", "latent")
 QWEN3_8B = ModelShapes((), 32, 8, 128, 16)
 
 
@@ -70,7 +75,7 @@ def test_short_chunks_of_heads_of_64_fit_hopper_and_spill_in_no_loop(tmp_path):
         ("cuts, heads of 256*",),
         ("few, cuts, heads of 256*",),
         ("cuts, heads of 80", "cuts, heads of 96", "cuts, heads of 112"),
-        ("decode*",),
+        ("decode*", "latent"),
     ],
 )
 def test_every_form_of_the_kernels_fits_hopper_and_spills_in_no_loop(cases, tmp_path):
@@ -103,13 +108,78 @@ def test_a_model_that_the_kernels_cannot_compute_is_named(changes, prefill, one_
     assert "capability (10, 0)" in prefill_proof.missing_for(shapes, (10, 0))
 
 
+@pytest.mark.parametrize(
+    ("changes", "missing"),
+    [
+        ({}, ""),
+        ({"dtype": "float16", "pool_dtype": "float16"}, ""),
+        ({"block_size": 128}, ""),
+        ({"pool_dtype": "uint8"}, "a pool of uint8"),
+        ({"latent": None}, "no latent attention, or one with an index"),
+        ({"latent": LatentDims(512, 192, 64, 256)}, "heads of 192, 64, 256"),
+    ],
+)
+def test_latent_attention_that_the_kernels_cannot_expand_is_named(changes, missing):
+    dims = LatentDims(512, 128, 64, 128)
+    deepseek = ModelShapes((), 16, 1, 576, 16, is_latent=True, latent=dims)
+    shapes = msgspec.structs.replace(deepseek, **changes)
+    assert latent_proof.missing_for(shapes, (9, 0)) == missing
+    assert "capability (10, 0)" in latent_proof.missing_for(shapes, (10, 0))
+
+
+@pytest.mark.parametrize("split", [128, 384, 1 << 15])
+def test_each_token_of_a_prompt_sees_each_expanded_key_once_and_in_order(split):
+    starts = (0, 300, 1000, 5, 127)
+    lengths = (700, 129, 1, 128, 2)
+    rows = [sum(lengths[:number]) for number in range(len(lengths))]
+    prompts = [
+        Prompt(number, row, start, length)
+        for number, (row, start, length) in enumerate(
+            zip(rows, starts, lengths, strict=True)
+        )
+    ]
+    seen: dict[tuple[int, int], list[int]] = {}
+    for segments in passes_of([prompt.context for prompt in prompts], split):
+        assert len({one.prompt for one in segments}) == len(segments)
+        owners: dict[int, tuple[int, int]] = {}  # prompt and key of each row
+        for one in segments:
+            assert one.first % split == 0
+            for key in range(one.first, one.end):
+                row = one.row + key - one.first
+                assert row not in owners
+                owners[row] = one.prompt, key
+        assert len(owners) == sum(one.end - one.first for one in segments) <= split
+        plan = items_of(prompts, segments, 3, 7)
+        bounds = plan.reshape(-1)[:14].reshape(7, 2)
+        for first, end in bounds.tolist():
+            for item in plan[first:end].tolist():
+                token, position, count, begin, stop, head, base, _ = item
+                for step in range(count):
+                    keys = seen.setdefault((token + step, head), [])
+                    last = min(stop * 128, position + step + 1)
+                    for key in range(begin * 128, last):
+                        number, own = owners[base + key]
+                        assert rows[number] <= token < rows[number] + lengths[number]
+                        assert own == key
+                        keys.append(key)
+    assert len(seen) == 3 * sum(lengths)
+    for prompt in prompts:
+        for step in range(prompt.num_tokens):
+            for head in range(3):
+                keys = seen[prompt.row + step, head]
+                assert keys == list(range(prompt.start + step + 1))
+
+
 def test_plans_proofs_steps_and_sums_are_right_in_the_interpreter():
     """In one process: each alone takes as long to start as it runs."""
-    said = interpreted("plans", "8", "proofs", "backend", "orders")
+    said = interpreted("plans", "8", "proofs", "backend", "orders", "latent")
     check_proofs(said.pop("proofs"))
     # A step has one plan for all layers, and sequences that decode beside chunks.
     assert said.pop("backend") == {"triton-hopper": "", "hopper-ordered": ""}
     check_orders(said.pop("orders"), 1)
+    # Tokens before a prompt's last one attend to expanded keys, in slices of any length.
+    latent = said.pop("latent")
+    assert latent == {"beside absorbed": "", "changed": True, "token by token": ""}
     assert not said
 
 
@@ -118,6 +188,7 @@ def check_proofs(said: dict[str, str]) -> None:
     assert {name: said.pop(name) for name in RIGHT} == dict.fromkeys(RIGHT, "")
     assert "are wrong" in said.pop("reads past the end")
     assert "are wrong" in said.pop("forgets the window")
+    assert "are wrong" in said.pop("forgets the keys before")
     assert "other bits" in said.pop("rounds apart")
     assert "other bits than decode" in said.pop("rounds apart, in one order")
     assert "other bits than decode" in said.pop("forgets the window, in one order")

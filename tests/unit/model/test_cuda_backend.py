@@ -67,6 +67,7 @@ EAGER = (
     "eager",
     "ordered",
     "latent",
+    "latent expanded",
     "sparse",
     "states",
     "kinds",
@@ -92,6 +93,16 @@ _WINDOW = {
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3", {}),
     "latent": ("deepseek_v3", {"n_routed_experts": 4}),
+    # With heads whose prompts Hopper expands.
+    "expanded": (
+        "deepseek_v3",
+        {
+            "n_routed_experts": 4,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+        },
+    ),
     "sparse": (
         "glm_moe_dsa",
         {"n_routed_experts": 4, "indexer_types": ("full", "shared")},
@@ -138,6 +149,7 @@ def found(request):
     if request.param == "others":
         names = (
             "latent",
+            "expanded",
             "gpt_oss",
             "gemma2",
             "gemma3_text",
@@ -156,7 +168,8 @@ def found(request):
 def test_the_kernels_behind_the_backend_give_the_same_logits(found):
     batches = ("a prompt", "decode beside a prompt", "two that decode")
     named = {*batches, *(f"{name}, in one order" for name in batches), "what is stored"}
-    for one in found.values():
+    for name, one in found.items():
+        assert one["is_expanded"] == (name == "expanded")
         errors = one["errors"]
         assert set(errors) == named
         assert all(error < 2e-5 for error in errors.values()), errors
@@ -213,6 +226,12 @@ def test_warm_up_compiles_every_variant_that_random_batches_take(launched):
     latent = launched["latent"]
     assert latent["added"] == []
     assert set(latent["warm_up"]) == STEP_KERNELS - DENSE_KERNELS | LATENT_KERNELS
+    expanded = launched["latent expanded"]
+    assert expanded["added"] == []
+    assert set(expanded["warm_up"]) == set(latent["warm_up"]) - {
+        "_latent_prefill_kernel"
+    } | {"prefill_kernel"}
+    assert expanded["warm_up"]["prefill_kernel"] == 1
     sparse = launched["sparse"]
     assert sparse["added"] == []
     assert set(sparse["warm_up"]) == STEP_KERNELS - DENSE_KERNELS | SPARSE_KERNELS
@@ -233,7 +252,13 @@ def test_warm_up_compiles_every_variant_that_random_batches_take(launched):
 @pytest.mark.timeout(600)
 def test_no_launch_reads_the_host_and_a_replayed_one_only_sends_its_inputs(launched):
     """On `meta` nothing can be read; an operation that waits or mixes devices fails at once."""
-    assert [found["copies"] for found in launched.values()] == [[1]] * len(launched)
+    # Whether and where queries are absorbed is said by two more.
+    expanded = launched["latent expanded"]["copies"]
+    assert expanded == [1, 3]
+    copies = [
+        found["copies"] for name, found in launched.items() if "expand" not in name
+    ]
+    assert copies == [[1]] * (len(launched) - 1)
     # An index weighs its heads in fp32, and a head that drafts counts in two types.
     converted = [
         found["converted"]

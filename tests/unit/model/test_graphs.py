@@ -28,6 +28,7 @@ from tests.support.graph_stand_in import (
     BLOCK_SIZE,
     SHAPE,
     RecordingQueue,
+    TableBackend,
     stand_in,
 )
 from tests.support.graph_world import World, write_characters
@@ -231,6 +232,30 @@ def test_captured_chunks_are_as_long_as_those_of_the_node(num_tokens):
     assert sizes[-1] == longest
     assert prompts[-1].takes(longest, max(8, longest // 128))
     assert len(sizes) <= 12, "each takes time and memory"
+
+
+def test_tokens_before_a_prompts_last_are_not_replayed_where_they_attend_to_expanded_keys(
+    monkeypatch,
+):
+    monkeypatch.setattr(TableBackend, "expands_prompts", True)
+    whole = prompt_of(3)
+    queue = RecordingQueue()
+    runner = captured(queue)
+    last = len(whole.token_ids) - 1
+    for step, (first, end, num_replays) in enumerate(
+        ((0, last - 1, 0), (last - 1, last, 0), (last, last + 1, 1))
+    ):
+        part = msgspec.structs.replace(
+            whole,
+            start=first,
+            length=end - first,
+            token_ids=whole.token_ids[first:end],
+            samples=whole.samples if end > last else (),
+        )
+        runner.execute(StepPlan(step, (part,)))
+        assert queue.num_replays == num_replays
+    runner.execute(StepPlan(3, (next_of(3, 0),)))
+    assert queue.num_replays == 2
 
 
 def test_steps_with_penalties_are_replayed_and_wait_for_no_token():
