@@ -22,183 +22,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate
 
+from baton.kernels.hopper.attention.prefill_form import (
+    Carried,
+    Form,
+    Inputs,
+    Shared,
+    out_layout,
+    products,
+)
 from baton.kernels.hopper.attention.prefill_plan import RECORD
 
 LOG2_E = gl.constexpr(1.4426950408889634)
-
-
-@aggregate
-class Form:
-    """What is fixed when the kernel is compiled."""
-
-    HEAD_DIM: gl.constexpr
-    DIM: gl.constexpr  # the head size of a tile: a multiple of 64
-    GROUP: gl.constexpr  # heads that share a KV head
-    PACK: gl.constexpr  # heads of a tile: 1, or a group and its padding
-    WARPGROUPS: gl.constexpr
-    STAGES: gl.constexpr
-    KEYS: gl.constexpr
-    PAGE: gl.constexpr
-    WINDOWED: gl.constexpr
-    CAPPED: gl.constexpr
-    SINKS: gl.constexpr
-    CUTS: gl.constexpr
-    LATENT: gl.constexpr
-    PINGPONG: gl.constexpr  # the warpgroups begin their products in turns
-
-    @gluon.constexpr_function
-    def __init__(
-        self,
-        HEAD_DIM: int,
-        DIM: int,
-        GROUP: int,
-        PACK: int,
-        WARPGROUPS: int,
-        STAGES: int,
-        KEYS: int,
-        PAGE: int,
-        WINDOWED: bool,
-        CAPPED: bool,
-        SINKS: bool,
-        CUTS: bool,
-        LATENT: bool,
-    ) -> None:
-        self.HEAD_DIM = gl.constexpr(HEAD_DIM)
-        self.DIM = gl.constexpr(DIM)
-        self.GROUP = gl.constexpr(GROUP)
-        self.PACK = gl.constexpr(PACK)
-        self.WARPGROUPS = gl.constexpr(WARPGROUPS)
-        self.STAGES = gl.constexpr(STAGES)
-        self.KEYS = gl.constexpr(KEYS)
-        self.PAGE = gl.constexpr(PAGE)
-        self.WINDOWED = gl.constexpr(WINDOWED)
-        self.CAPPED = gl.constexpr(CAPPED)
-        self.SINKS = gl.constexpr(SINKS)
-        self.CUTS = gl.constexpr(CUTS)
-        self.LATENT = gl.constexpr(LATENT)
-        self.PINGPONG = gl.constexpr(WARPGROUPS == 2)
-
-
-@aggregate
-class Inputs:
-    """What all partitions of a program read."""
-
-    plan: gl.tensor
-    window: gl.tensor
-    scale: gl.tensor
-    cap: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(
-        self, plan: gl.tensor, window: gl.tensor, scale: gl.tensor, cap: gl.tensor
-    ) -> None:
-        self.plan = plan
-        self.window = window
-        self.scale = scale
-        self.cap = cap
-
-
-@aggregate
-class Carried:
-    """What launches leave of rows that have more keys to see."""
-
-    out: gl.tensor  # [num_tokens, num_heads, DIM] fp32
-    sums: gl.tensor  # [num_tokens, num_heads, 2] fp32: maxima and sums
-
-    @gluon.constexpr_function
-    def __init__(self, out: gl.tensor, sums: gl.tensor) -> None:
-        self.out = out
-        self.sums = sums
-
-
-@aggregate
-class Shared:
-    """Tiles in shared memory, and the barriers that say which are full and which are empty."""
-
-    q: gl.shared_memory_descriptor
-    k: gl.shared_memory_descriptor
-    v: gl.shared_memory_descriptor
-    # The last numbers of queries and keys, if all heads share those of keys.
-    q_turned: gl.shared_memory_descriptor
-    k_turned: gl.shared_memory_descriptor
-    total: gl.shared_memory_descriptor  # of the cuts before the present one
-    q_full: gl.shared_memory_descriptor
-    q_empty: gl.shared_memory_descriptor
-    k_full: gl.shared_memory_descriptor
-    k_empty: gl.shared_memory_descriptor
-    v_full: gl.shared_memory_descriptor
-    v_empty: gl.shared_memory_descriptor
-    turn: gl.shared_memory_descriptor  # whose products come next
-    tail: gl.shared_memory_descriptor  # the values of a context's last tile
-
-    @gluon.constexpr_function
-    def __init__(
-        self,
-        q: gl.shared_memory_descriptor,
-        k: gl.shared_memory_descriptor,
-        v: gl.shared_memory_descriptor,
-        q_turned: gl.shared_memory_descriptor,
-        k_turned: gl.shared_memory_descriptor,
-        total: gl.shared_memory_descriptor,
-        q_full: gl.shared_memory_descriptor,
-        q_empty: gl.shared_memory_descriptor,
-        k_full: gl.shared_memory_descriptor,
-        k_empty: gl.shared_memory_descriptor,
-        v_full: gl.shared_memory_descriptor,
-        v_empty: gl.shared_memory_descriptor,
-        turn: gl.shared_memory_descriptor,
-        tail: gl.shared_memory_descriptor,
-    ) -> None:
-        self.q = q
-        self.k = k
-        self.v = v
-        self.q_turned = q_turned
-        self.k_turned = k_turned
-        self.total = total
-        self.q_full = q_full
-        self.q_empty = q_empty
-        self.k_full = k_full
-        self.k_empty = k_empty
-        self.v_full = v_full
-        self.v_empty = v_empty
-        self.turn = turn
-        self.tail = tail
-
-
-@gluon.constexpr_function
-def _products(columns: int) -> gl.NVMMADistributedLayout:
-    """The layout of a warpgroup's product `[64, columns]`."""
-    return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
-    )
-
-
-@gluon.constexpr_function
-def _out_layout(dim: int, cuts: bool) -> gl.DistributedLinearLayout:
-    """The layout in which results are stored: rows are where the products have them.
-
-    A thread has eight neighbours of a row. With cuts it has four: they come from the products' by
-    one exchange of lanes, and need no shared memory, which the total takes.
-    """
-    if cuts:
-        panels = [[0, n] for n in (16, 32, 64, 128) if n < dim]
-        return gl.DistributedLinearLayout(
-            [[0, 1], [0, 2], [8, 0], *panels],
-            [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
-            [[16, 0], [32, 0]],
-            [],
-            [64, dim],
-        )
-    panels = [[0, 32]] + [[0, n] for n in (64, 128) if n < dim]
-    return gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [8, 0], *panels],
-        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0]],
-        [],
-        [64, dim],
-    )
 
 
 @gluon.jit
@@ -207,7 +42,7 @@ def _scores(C: gl.constexpr, stage: gl.tensor, shared: Shared, form: Form) -> gl
     s = warpgroup_mma(
         shared.q.index(C),
         shared.k.index(stage).permute((1, 0)),
-        gl.zeros([64, form.KEYS], gl.float32, _products(form.KEYS)),
+        gl.zeros([64, form.KEYS], gl.float32, products(form.KEYS)),
         use_acc=False,
         is_async=True,
     )
@@ -246,7 +81,7 @@ def _hidden(
 
     `position` is that of the warpgroup's first query.
     """
-    LAYOUT: gl.constexpr = _products(form.KEYS)
+    LAYOUT: gl.constexpr = products(form.KEYS)
     rows = position + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)) // form.PACK
     cols = j * form.KEYS + gl.arange(0, form.KEYS, layout=gl.SliceLayout(0, LAYOUT))
     seen = cols[None, :] <= rows[:, None]
@@ -268,7 +103,7 @@ def _row_sum(w: gl.tensor, form: Form) -> gl.tensor:
         w = gl.sum(w.reshape([64, 2, 16]), 1)  # bit 6, or 5
         w = gl.sum(gl.sum(w.reshape([64, 2, 2, 4]), 2), 1)  # bit 3, bit 4
         w = gl.sum(gl.sum(w.reshape([64, 2, 2]), 2), 1)  # bit 1, bit 2
-        return gl.convert_layout(w, gl.SliceLayout(1, _products(form.KEYS)))
+        return gl.convert_layout(w, gl.SliceLayout(1, products(form.KEYS)))
     else:
         return gl.sum(w, 1)
 
@@ -301,7 +136,7 @@ def _merge_out(
     new: gl.tensor,
     form: Form,
 ) -> gl.tensor:
-    LAYOUT: gl.constexpr = _products(form.DIM)
+    LAYOUT: gl.constexpr = products(form.DIM)
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     return gl.fma(
         total.load(LAYOUT),
@@ -335,7 +170,7 @@ def _step(
     Where it opens a cut, the maximum starts anew, and what the product of the tile before completes
     goes into the total. The item's second cut begins at tile `second`.
     """
-    ROWS: gl.constexpr = gl.SliceLayout(1, _products(form.DIM))
+    ROWS: gl.constexpr = gl.SliceLayout(1, products(form.DIM))
     ks = g % form.STAGES
     vs = (g - 1) % form.STAGES
     v_turn = ((g - 1) // form.STAGES) & 1
@@ -366,7 +201,7 @@ def _step(
     shrink = gl.exp2(before - top)
     norm_new = gl.fma(norm, shrink, _row_sum(w, form))
     p_new = gl.convert_layout(
-        w.to(shared.k.dtype), gl.DotOperandLayout(0, _products(form.DIM), 2)
+        w.to(shared.k.dtype), gl.DotOperandLayout(0, products(form.DIM), 2)
     )
     # This has come long ago. It ends a basic block: within one, ptxas moves the wait for the
     # product up to the softmax, and nothing would run beside it.
@@ -382,7 +217,7 @@ def _step(
                 m_all = m
                 norm_all = norm
             shared.total.index(C).store(acc)
-            acc = gl.zeros([64, form.DIM], gl.float32, _products(form.DIM))
+            acc = gl.zeros([64, form.DIM], gl.float32, products(form.DIM))
         else:
             acc = acc * gl.convert_layout(shrink, ROWS)[:, None]
     else:
@@ -395,7 +230,7 @@ def _sinks(
     sink_ptr: gl.tensor, record: gl.tensor, heads: gl.tensor, form: Form
 ) -> gl.tensor:
     """The sinks of a warpgroup's rows, in powers of 2."""
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, _products(form.KEYS)))
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, products(form.KEYS)))
     head = gl.load(record + 5)
     sink = gl.load(sink_ptr + gl.minimum(head + row % form.PACK, heads - 1))
     # A plain product could become a part of the subtraction that follows.
@@ -414,15 +249,15 @@ def _merged(
     form: Form,
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor]:
     """The sums of a warpgroup's rows, merged with what `_carry` has stored."""
-    OF_SUMS: gl.constexpr = gl.SliceLayout(1, _products(form.KEYS))
-    OF_OUT: gl.constexpr = gl.SliceLayout(1, _products(form.DIM))
+    OF_SUMS: gl.constexpr = gl.SliceLayout(1, products(form.KEYS))
+    OF_OUT: gl.constexpr = gl.SliceLayout(1, products(form.DIM))
     lines, live = _lines(C, record, heads, form, OF_SUMS)
     sums = carried.sums + 2 * lines
     m_before = gl.load(sums, mask=live, other=float("-inf"))
     norm_before = gl.load(sums + 1, mask=live, other=0.0)
     m, norm, old, new = _merge_sums(m_before, norm_before, m, norm)
     lines, live = _lines(C, record, heads, form, OF_OUT)
-    d = gl.arange(0, form.DIM, layout=gl.SliceLayout(0, _products(form.DIM)))
+    d = gl.arange(0, form.DIM, layout=gl.SliceLayout(0, products(form.DIM)))
     here = carried.out + lines[:, None] * form.DIM + d[None, :]
     before = gl.load(here, mask=live[:, None], other=0.0)
     acc = gl.fma(
@@ -445,13 +280,13 @@ def _carry(
     form: Form,
 ) -> None:
     """Store the sums of a warpgroup's rows, which have keys to see in later launches."""
-    OF_SUMS: gl.constexpr = gl.SliceLayout(1, _products(form.KEYS))
-    OF_OUT: gl.constexpr = gl.SliceLayout(1, _products(form.DIM))
+    OF_SUMS: gl.constexpr = gl.SliceLayout(1, products(form.KEYS))
+    OF_OUT: gl.constexpr = gl.SliceLayout(1, products(form.DIM))
     lines, live = _lines(C, record, heads, form, OF_SUMS)
     gl.store(carried.sums + 2 * lines, m, mask=live)
     gl.store(carried.sums + 2 * lines + 1, norm, mask=live)
     lines, live = _lines(C, record, heads, form, OF_OUT)
-    d = gl.arange(0, form.DIM, layout=gl.SliceLayout(0, _products(form.DIM)))
+    d = gl.arange(0, form.DIM, layout=gl.SliceLayout(0, products(form.DIM)))
     here = carried.out + lines[:, None] * form.DIM + d[None, :]
     gl.store(here, acc, mask=live[:, None])
 
@@ -485,8 +320,8 @@ def _consume(
     form: Form,
 ) -> None:
     """Warpgroup `C` of a program."""
-    SCORES: gl.constexpr = _products(form.KEYS)
-    OUT: gl.constexpr = _out_layout(form.DIM, form.CUTS)
+    SCORES: gl.constexpr = products(form.KEYS)
+    OUT: gl.constexpr = out_layout(form.DIM, form.CUTS)
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     g = 0  # tiles of keys so far
     o = 0  # turns of the tensor cores so far
@@ -529,9 +364,9 @@ def _consume(
             norm = gl.exp2(m - top) + norm
         m = m_new
         p = gl.convert_layout(
-            w.to(shared.k.dtype), gl.DotOperandLayout(0, _products(form.DIM), 2)
+            w.to(shared.k.dtype), gl.DotOperandLayout(0, products(form.DIM), 2)
         )
-        acc = gl.zeros([64, form.DIM], gl.float32, _products(form.DIM))
+        acc = gl.zeros([64, form.DIM], gl.float32, products(form.DIM))
         m_all = gl.full([64], float("-inf"), gl.float32, ROWS)
         norm_all = gl.zeros([64], gl.float32, ROWS)
         shift = g - begin
@@ -623,7 +458,7 @@ def _consume(
                 top = gl.maximum(m, sink)
                 old = gl.exp2(m - top)
                 norm = gl.fma(norm, old, gl.exp2(sink - top))
-                old = gl.convert_layout(old, gl.SliceLayout(1, _products(form.DIM)))
+                old = gl.convert_layout(old, gl.SliceLayout(1, products(form.DIM)))
                 acc = acc * old[:, None]
             share = gl.div_rn(gl.full([64], 1.0, gl.float32, ROWS), norm)
         else:
@@ -636,7 +471,7 @@ def _consume(
             is_done = end * form.KEYS >= first_position + gl.load(record + 2)
             if not is_done:
                 _carry(C, record, m, norm, acc, heads, carried, form)
-        share = gl.convert_layout(share, gl.SliceLayout(1, _products(form.DIM)))
+        share = gl.convert_layout(share, gl.SliceLayout(1, products(form.DIM)))
         result = gl.convert_layout((acc * share[:, None]).to(shared.k.dtype), OUT)
         line, live = _lines(C, record, heads, form, gl.SliceLayout(1, OUT))
         d = gl.arange(0, form.DIM, layout=gl.SliceLayout(0, OUT))
