@@ -7,7 +7,15 @@ import torch
 
 from baton.kernels import reference
 from baton.kernels.cuda.rows import add_rms_norm
-from baton.kernels.proofs import CANDIDATES, PREFILL, ModelShapes, kernels_of
+from baton.kernels.proofs import (
+    CANDIDATES,
+    LATENT_PREFILL,
+    ONE_ORDER,
+    PREFILL,
+    LatentDims,
+    ModelShapes,
+    kernels_of,
+)
 from baton.model.loading.uploads import Uploads
 from tools.gpu import kernel_cases as cases
 from tools.gpu.correctness import SHAPES
@@ -122,9 +130,13 @@ def test_kernels_that_this_gpu_may_have_are_proven(candidate):
 
 
 # Heads, KV heads and their size, the block size, and what else the layers have.
-PREFILL_SHAPES = {
+ATTENTION_SHAPES = {
     "gpt-oss": ModelShapes((), 64, 8, 64, 16, windows=(128,), has_sinks=True),
     "Gemma 2": ModelShapes((), 8, 4, 256, 16, windows=(4096,), softcap=50.0),
+    "Qwen3-Next": ModelShapes((), 16, 2, 256, 16),
+    "DeepSeek-V2-Lite": ModelShapes(
+        (), 16, 1, 576, 16, is_latent=True, latent=LatentDims(512, 128, 64, 128)
+    ),
     "group of 7, blocks of 32": ModelShapes((), 28, 4, 128, 32),
     "no groups, blocks of 64": ModelShapes((), 8, 8, 128, 64),
     "heads of 80": ModelShapes((), 32, 8, 80, 16, windows=(100,)),
@@ -132,10 +144,11 @@ PREFILL_SHAPES = {
 }
 
 
-@pytest.mark.parametrize("model", PREFILL_SHAPES)
-def test_prefill_attention_on_hopper_is_proven_for_other_models(model):
-    shapes = PREFILL_SHAPES[model]
-    kernels = kernels_of(next(one for one in CANDIDATES if one.name == PREFILL))
+@pytest.mark.parametrize("name", [PREFILL, ONE_ORDER, LATENT_PREFILL])
+@pytest.mark.parametrize("model", ATTENTION_SHAPES)
+def test_attention_on_hopper_is_proven_for_other_models(model, name):
+    shapes = ATTENTION_SHAPES[model]
+    kernels = kernels_of(next(one for one in CANDIDATES if one.name == name))
     if missing := kernels.missing_for(shapes, torch.cuda.get_device_capability()):
         pytest.skip(missing)
     assert kernels.prove(shapes, "cuda:0") == ""
