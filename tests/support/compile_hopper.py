@@ -138,9 +138,10 @@ def cases() -> Cases:
     )
     for block_size in (32, 64):
         found[f"blocks of {block_size}"] = partial(_prefill, block_size=block_size)
-        found[f"cuts, blocks of {block_size}"] = partial(
-            _prefill, block_size=block_size, cuts=True
-        )
+        for head_dim in (128, 256):
+            found[f"cuts, heads of {head_dim}, blocks of {block_size}"] = partial(
+                _prefill, head_dim=head_dim, block_size=block_size, cuts=True
+            )
     return found
 
 

@@ -511,6 +511,7 @@ def _produce(
     V_ROWS: gl.constexpr = 0 if form.LATENT else PAGE
     V_COLUMNS: gl.constexpr = form.DIM if form.LATENT else 0
     KEY_NUMBERS: gl.constexpr = form.DIM + (64 if form.LATENT else 0)
+    ROWS_AT_ONCE: gl.constexpr = 16
     TAIL: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     g = 0
     t = 0
@@ -607,7 +608,8 @@ def _produce(
                         )
                 mbarrier.wait(shared.tail, tails & 1)
                 tails += 1
-                slot = gl.arange(0, PAGE, layout=gl.SliceLayout(1, TAIL))
+                # As many rows at once as the few registers of this warp hold.
+                slot = gl.arange(0, ROWS_AT_ONCE, layout=gl.SliceLayout(1, TAIL))
                 for number in range(PAGES):
                     after = j * form.KEYS + (number + 1) * PAGE - context
                     if after > 0:
@@ -615,8 +617,10 @@ def _produce(
                             box = v_pages.index(
                                 (stage * PANELS + panel) * PAGES + number
                             )
-                            seen = (slot < PAGE - after)[:, None]
-                            box.store(gl.where(seen, box.load(TAIL), 0.0))
+                            for top in gl.static_range(0, PAGE, ROWS_AT_ONCE):
+                                piece = box.slice(top, ROWS_AT_ONCE)
+                                seen = (top + slot < PAGE - after)[:, None]
+                                piece.store(gl.where(seen, piece.load(TAIL), 0.0))
                 fence_async_shared()
                 mbarrier.arrive(v_full, count=1)
             g += 1

@@ -67,7 +67,7 @@ def test_short_chunks_of_heads_of_64_fit_hopper_and_spill_in_no_loop(tmp_path):
         ("plain", "window", "cap", "sinks", "fp16"),
         ("few, group*", "few, all options"),
         ("head of*", "blocks*"),
-        ("cuts", "cuts, blocks*", "few, cuts"),
+        ("cuts", "few, cuts"),
         ("cuts, heads of 64*",),
         ("cuts, heads of 128*",),
         ("few, cuts, heads of 64*",),
