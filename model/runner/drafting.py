@@ -317,9 +317,7 @@ class DeviceDrafter:
         drafts has others behind them.
         """
         ids, positions, slots = rows.tokens.unbind()
-        first_row, first_sample, position, wanted = rows.sequences[:, :GUESSES].unbind(
-            1
-        )
+        first_row, first_sample = rows.sequences[:, :FIRST_POSITION].unbind(1)
         guesses = rows.sequences[:, GUESSES:]
         num_right = torch.zeros_like(first_row)
         if len(sampled):
@@ -335,34 +333,20 @@ class DeviceDrafter:
             ids = torch.where(is_sampled, own.flatten()[named], ids)
             slots = torch.where(is_sampled & ~counts[named], -1, slots)
         if not len(ids):
-            return ids.new_empty(len(wanted), num_drafts)
+            return ids.new_empty(len(rows.sequences), num_drafts)
         before = states[rows.before.clamp(min=0)]
         before = before.masked_fill((rows.before < 0)[:, None], 0.0)
         last_rows = first_row + num_right if num_drafts else first_row[:0]
         batch = Batch(ids, positions, slots, (), rows.tables)
         normed, states = self.head.forward(batch, before, last_rows, self._backend)
         if not num_drafts:
-            return ids.new_empty(len(wanted), 0)
+            return ids.new_empty(len(rows.sequences), 0)
         last = first_sample + num_right
-        ints = samples.ints[last]
-        ints[:, POSITION] += 1
-        # The first draft has the noise with which the model's own token will be sampled.
-        samples = SamplingTensors(ints, samples.reals[last], samples.held_back[last])
-        every = torch.arange(len(last), device=last.device)
-        position = position + num_right
-        drafts: list[Tensor] = []
-        while True:
-            logits = self.head.logits(normed, self._backend)
-            token_ids = self._sampler.sample(logits, samples)
-            drafts.append(token_ids.clamp(max=logits.shape[1] - 1))
-            if len(drafts) == num_drafts:
-                return torch.stack(drafts, 1)
-            ints[:, POSITION] += 1
-            position = position + 1
-            # Nobody wants more of the others, whose rows have no blocks.
-            is_wanted = wanted > len(drafts)
-            batch = self._next(drafts[-1], position, is_wanted, rows.tables)
-            normed, states = self.head.forward(batch, states, every, self._backend)
+        samples = SamplingTensors(
+            samples.ints[last], samples.reals[last], samples.held_back[last]
+        )
+        position = rows.sequences[:, FIRST_POSITION] + num_right
+        return self._draft(rows, normed, states, samples, position, num_drafts)
 
     def store(
         self, rows: HeadTensors, states: Tensor, again: Tensor, sampled: Tensor
@@ -379,6 +363,37 @@ class DeviceDrafter:
         own = Tables(tables.blocks[sequence], lengths, starts, len(row))
         batch = Batch(sampled.clamp(min=0), positions, slots, (), own)
         self.head.forward(batch, states[rows.before[row]], row[:0], self._backend)
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _draft(
+        self,
+        rows: HeadTensors,
+        normed: Tensor,
+        states: Tensor,
+        samples: SamplingTensors,
+        position: Tensor,
+        num_drafts: int,
+    ) -> Tensor:
+        """Draft token after token, from the head's row of the last token of each sequence.
+
+        `samples` tells how these tokens, at `position`, were sampled. The first draft has the noise
+        with which the model's own token will be sampled.
+        """
+        every = torch.arange(len(position), device=position.device)
+        drafts: list[Tensor] = []
+        while True:
+            samples.ints[:, POSITION] += 1
+            logits = self.head.logits(normed, self._backend)
+            token_ids = self._sampler.sample(logits, samples)
+            drafts.append(token_ids.clamp(max=logits.shape[1] - 1))
+            if len(drafts) == num_drafts:
+                return torch.stack(drafts, 1)
+            position = position + 1
+            # The rows of the others have no blocks.
+            is_wanted = rows.sequences[:, NUM_DRAFTS] > len(drafts)
+            batch = self._next(drafts[-1], position, is_wanted, rows.tables)
+            normed, states = self.head.forward(batch, states, every, self._backend)
 
     def _next(
         self, ids: Tensor, position: Tensor, is_wanted: Tensor, tables: Tables
