@@ -14,6 +14,8 @@ from baton.runtime.log import logger
 ROUNDS = 7  # of trial reads, the first of which is not counted
 # Another transport takes the first one's place if it needs at most this share of its time.
 SHARE = 0.9
+# A trial read that takes longer, as of a peer that stands still, is given up.
+LIMIT_S = 1.0
 
 log = logger("transfer")
 
@@ -102,6 +104,12 @@ class Trials:
         if has_ended:
             self._posted = None
             self._times[transport.name].append(now_s - posted_s)
+        elif now_s - posted_s > LIMIT_S:
+            self._posted = None
+            transport.cancel(handle)
+            text = f"a trial read took longer than {LIMIT_S:g} s"
+            self._failed(transport, TransferError(text))
+            return True
         return has_ended
 
     def _failed(self, transport: PeerTransport, error: TransferError) -> None:

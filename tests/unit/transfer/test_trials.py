@@ -15,7 +15,7 @@ from baton.kv_transfer.interfaces import (
     ReadEnded,
     RemovePeer,
 )
-from baton.kv_transfer.trials import ROUNDS, fastest
+from baton.kv_transfer.trials import LIMIT_S, ROUNDS, fastest
 from baton.protocol.errors import TransferError
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import RankAddress
@@ -170,6 +170,16 @@ def test_a_transport_that_cannot_read_the_peer_is_one_line_of_the_log(lacks, cap
     assert "far cannot read a peer, near does" in record.getMessage()
     assert world.far.added_s == {}
     assert world.read() == "near"
+
+
+@pytest.mark.parametrize("slow", ["near", "far"])
+def test_a_trial_that_does_not_end_is_given_up(slow):
+    world = World(*(60.0 if name == slow else 0.001 for name in ("near", "far")))
+    world.add()
+    world.run(LIMIT_S + 0.1)
+    assert set(world.near.added_s) == {PEER}
+    assert world.far.added_s == {}
+    assert world.turns.wake_at_s(60.0) is None, "nothing is waited for"
 
 
 def test_no_trial_runs_beside_a_read_and_a_peer_may_leave_in_the_middle():
