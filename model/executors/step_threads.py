@@ -112,6 +112,8 @@ class StepCpus:
 
 
 READING_NICENESS = 10  # of a thread that reads an adapter beside the steps
+# Without a plan for so long, a node is idle, and may capture a step, which takes about as long.
+IDLE_S = 0.05
 REPORT_S = 0.5  # progress is reported at least once a second
 
 TakeOutcome = Callable[[StepResult | NodeError | AdapterOutcome], None]
@@ -219,12 +221,21 @@ class StepThreads:
 
         A profile begins and ends here, because it is of one thread.
         """
-        while not isinstance(found := self._plans.get(), StepPlan | None):
+        while not isinstance(found := self._next(runner), StepPlan | None):
             if isinstance(found, str):
                 self._profiler.turn(found)
             else:
                 self._take(_put(runner, found))
         return found
+
+    def _next(self, runner: Runner) -> StepPlan | str | _ReadAdapter | None:
+        """Return what was submitted next. While nothing is, the runner captures steps."""
+        while runner.has_uncaptured:
+            try:
+                return self._plans.get(timeout=IDLE_S)
+            except queue.Empty:
+                runner.capture_next()
+        return self._plans.get()
 
     def _execute(self, runner: Runner) -> None:
         while (plan := self._next_plan(runner)) is not None:

@@ -48,12 +48,15 @@ from baton.node.executor import Progress
 from baton.node.scheduling.plan import NOT_FINITE, Slice, StepPlan, StepResult
 from baton.protocol.messages import TokenLogprobs
 from baton.runtime.clock import Clock
+from baton.runtime.log import logger
 
 # Sequences with a table on the device: as many as the kernels take in one step.
 MAX_SEQUENCES = 1024
 NO_TOKEN = -1  # stands for one that could not be sampled
 # Room for changes of block tables, and masks; a step with more runs eagerly.
 SPARE_WORDS = 1 << 19
+
+log = logger("runner")
 
 
 class StepDecoder(Protocol):
@@ -155,6 +158,7 @@ class Runner:
         self.drafter: Drafter | DeviceDrafter | None = None
         self.loras: LoraLoader | None = None  # reads adapters at run time
         self._graphs: StepGraphs | None = None
+        self._uncaptured: list[Bucket] = []  # in order of size
         # Each with the time of its launch.
         self._launched: deque[tuple[PackedStep | StepPlan, float]] = deque()
         self._ended_s = 0.0  # the last step that was collected
@@ -169,24 +173,40 @@ class Runner:
             self._packer.head_guesses = num_drafts
 
     def capture(self, buckets: Sequence[Bucket], progress: Progress) -> None:
-        """Capture the steps of these sizes on the thread that launches plans."""
+        """Replay the steps of these sizes from now on. The thread that launches calls it.
+
+        The largest are captured now. The others share their memory and are captured when the first
+        step of their size comes, or by `capture_next`; several ranks capture all of them now.
+        """
         assert isinstance(self._queue, GraphQueue), "a CPU has no graphs"
-        # All share the memory of the largest.
-        largest_first = sorted(buckets, reverse=True)
         most_words = max(
             len(self._packer.idle(bucket).inputs.words) for bucket in buckets
         )
         self._graphs = StepGraphs(most_words, self.device)
-        for done, bucket in enumerate(largest_first):
-            progress("graphs", done, len(buckets))
-            self._graphs.capture(
-                self._packer.idle(bucket), self._queue.capture, self._forward
-            )
         self._packer.buckets = buckets
-        progress("graphs", len(buckets), len(buckets))
+        waiting = sorted(buckets)
+        first = _largest(buckets)
+        if self.decoder.ranks.size > 1:
+            first = waiting[::-1]
+        for done, bucket in enumerate(first):
+            progress("graphs", done, len(first))
+            self._capture(bucket, self._graphs)
+            waiting.remove(bucket)
+        self._uncaptured = waiting
+        progress("graphs", len(first), len(first))
+
+    @property
+    def has_uncaptured(self) -> bool:
+        return bool(self._uncaptured)
+
+    def capture_next(self) -> None:
+        """Capture the smallest step that is left, unless another is still to be collected."""
+        if not self._launched:
+            self._capture_late(self._uncaptured[0])
 
     def drop_graphs(self) -> None:
         """Let go of the captured steps; nothing may be launched from then on."""
+        self._uncaptured = []
         self._graphs = None
 
     def put_adapter(self, prepared: PreparedAdapter) -> None:
@@ -203,6 +223,8 @@ class Runner:
             self._launched.append((plan, launched_s))
             return
         step = self._packer.pack(plan)
+        if step.bucket in self._uncaptured:
+            self._capture_late(step.bucket)
         self._launched.append((step, launched_s))
         self._queue.launch(lambda: self._compute(step))
 
@@ -257,6 +279,27 @@ class Runner:
         return self._batch(step, self._sent(step.inputs))
 
     # --- inside --------------------------------------------------------------------------------
+
+    def _capture(self, bucket: Bucket, graphs: "StepGraphs") -> None:
+        """Capture a step that consists of padding, which stores nothing."""
+        assert isinstance(self._queue, GraphQueue), "a CPU has no graphs"
+        self._queue.wait()  # the last replay may still read its inputs
+        idle = self._packer.idle(bucket)
+        graphs.capture(idle, self._queue.capture, self._forward)
+
+    def _capture_late(self, bucket: Bucket) -> None:
+        """Capture a step during service. Without memory, all that are left run eagerly."""
+        assert self._graphs is not None, "steps are left to capture"
+        self._uncaptured.remove(bucket)
+        try:
+            self._capture(bucket, self._graphs)
+        except RuntimeError as error:
+            log.warning(
+                "some steps are not replayed: one could not be captured",
+                num_tokens=bucket.num_tokens,
+                problem=str(error).strip().split("\n")[0],
+            )
+            self._uncaptured = []
 
     def _sampled(self, place: int) -> int:
         """Return the token at a place of the ring."""
@@ -484,6 +527,15 @@ class Runner:
         num_samples = sum(part.num_sampled for part in step.plan.slices)
         scores = _packed_scores(step, raw, ids)
         return torch.cat([shown[:num_samples], *scores]), logits
+
+
+def _largest(buckets: Iterable[Bucket]) -> list[Bucket]:
+    """Return the largest bucket of each kind, which together need as much memory as all."""
+    largest = {
+        (bool(one.num_decoding), one.samples_all, one.num_drafts): one
+        for one in sorted(buckets)
+    }
+    return sorted(largest.values(), reverse=True)
 
 
 class CapturedStep(NamedTuple):

@@ -125,6 +125,7 @@ class RecordingQueue:
     def __init__(self, device: str = "cpu") -> None:
         self.device = torch.device(device)
         self.num_replays = 0
+        self.num_waits = 0
         self._ids: deque[list[int]] = deque()
 
     def allocate(self, num_words: int) -> Tensor:
@@ -140,7 +141,7 @@ class RecordingQueue:
         return self._ids.popleft()
 
     def wait(self) -> None:
-        pass  # work runs as it is launched
+        self.num_waits += 1  # work runs as it is launched
 
     def capture(self, work: StepWork) -> StepWork:
         with torch.inference_mode():

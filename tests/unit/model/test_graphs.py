@@ -5,6 +5,7 @@ import random
 import weakref
 from contextlib import nullcontext
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 
 import msgspec
@@ -12,15 +13,20 @@ import pytest
 import torch
 from llguidance import LLMatcher
 
+from baton.model.executors.profiler import StepProfiler
+from baton.model.executors.step_threads import StepCpus, StepThreads
 from baton.model.runner.cuda_start import buckets_up_to, with_guesses
 from baton.model.runner.device_state import DeviceTables
+from baton.model.runner.packing import Bucket
+from baton.model.runner.rank import LoadedRank
 from baton.model.runner.runner import SPARE_WORDS, Runner
 from baton.model.runner.step_queue import CudaQueue, GraphQueue, HostQueue, StepWork
 from baton.model.sampling.token_masks import TokenMasks
+from baton.node.executor import Progress
 from baton.node.scheduling.plan import Slice, StepPlan, StepResult
 from baton.node.scheduling.scheduler import NodeLimits
-from baton.protocol.config import EngineConfig
-from baton.protocol.ids import Key, RequestId
+from baton.protocol.config import ClusterConfig, EngineConfig
+from baton.protocol.ids import Epoch, Key, RequestId
 from baton.protocol.sampling import Penalties, Sampling
 from tests.support.compute import no_progress
 from tests.support.drive import key
@@ -32,8 +38,10 @@ from tests.support.graph_stand_in import (
     stand_in,
 )
 from tests.support.graph_world import World, write_characters
+from tests.support.waiting import until
 
 NUM_BLOCKS = 48
+WAIT_S = 30.0
 NUM_SCHEDULES = int(os.environ.get("BATON_SCHEDULES", "16"))  # of about five sequences
 EOS = tuple(range(0, SHAPE.vocab_size, 16))
 LIMITS = NodeLimits(16, 6, 40, EOS, SHAPE.vocab_size)
@@ -259,13 +267,13 @@ def test_tokens_before_a_prompts_last_are_not_replayed_where_they_attend_to_expa
 
 
 def test_steps_with_penalties_are_replayed_and_wait_for_no_token():
-    class Unwaited(RecordingQueue):
-        def wait(self) -> None:
-            raise AssertionError("a step waits for the one before it")
-
-    queue = Unwaited()
+    queue = RecordingQueue()
+    runner = captured(queue)
+    while runner.has_uncaptured:
+        runner.capture_next()
+    queue.num_waits = 0
     limits = msgspec.structs.replace(LIMITS, eos_token_ids=())
-    world = World(captured(queue), random.Random(0), 2, limits)
+    world = World(runner, random.Random(0), 2, limits)
     for prompt in PROMPTS[:4]:
         world.ask(prompt, Sampling(seed=1, max_tokens=12, penalties=Penalties(99.0)))
     while world.turn():
@@ -274,6 +282,7 @@ def test_steps_with_penalties_are_replayed_and_wait_for_no_token():
         "no token comes twice"
     )
     assert queue.num_replays >= 10
+    assert not queue.num_waits, "a step waits for the one before it"
 
 
 @pytest.mark.parametrize("num_guessing", [1, 4])
@@ -418,6 +427,106 @@ def test_captured_steps_are_gone_as_soon_as_their_runner_drops_them():
     assert all(replay() is not None for replay in kept)
     runner.drop_graphs()
     assert [replay for replay in kept if replay() is not None] == []
+
+
+SIZES = (Bucket(1, 1), Bucket(2, 2), Bucket(4, 4), Bucket(64, 8), Bucket(96, 8))
+
+
+class Counting(RecordingQueue):
+    """Counts captures, each of which has to wait for the step before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_captures = 0
+
+    def capture(self, work: StepWork) -> StepWork:
+        self.num_captures += 1
+        assert self.num_waits >= self.num_captures, "a replay may read its inputs"
+        return super().capture(work)
+
+
+def test_the_largest_steps_are_captured_at_the_start_and_others_when_they_come():
+    """On demand as well as while a node is idle, but not beside a step that is launched."""
+    queue = Counting()
+    runner = stand_in(NUM_BLOCKS, queue, EOS)
+    runner.capture(SIZES, no_progress)
+    assert queue.num_captures == 2
+    runner.launch(StepPlan(0, (prompt_of(0),)))
+    assert queue.num_captures == 3, "64 tokens"
+    runner.capture_next()
+    assert queue.num_captures == 3, "a step is launched"
+    said = [runner.collect().tokens]
+    runner.capture_next()
+    assert queue.num_captures == 4, "the smallest"
+    two = (next_of(0, 0), prompt_of(1))
+    said += [runner.execute(StepPlan(1, (one,))).tokens for one in two]
+    assert queue.num_captures == 4
+    pair = (next_of(0, 1), next_of(1, 0))
+    said += [runner.execute(StepPlan(2, pair)).tokens for _ in range(2)]
+    assert queue.num_captures == len(SIZES)
+    assert queue.num_replays == 5
+    assert not runner.has_uncaptured
+    eager = stand_in(NUM_BLOCKS, RecordingQueue(), EOS)
+    steps = ((prompt_of(0),), *((one,) for one in two), pair, pair)
+    expected = [eager.execute(StepPlan(0, step)).tokens for step in steps]
+    assert said == expected
+
+
+def test_a_node_captures_while_nothing_is_submitted():
+    """On the thread that launches; what is submitted meanwhile comes after one capture."""
+    queue = Counting()
+    results: SimpleQueue[object] = SimpleQueue()
+
+    def load(progress: Progress) -> LoadedRank:
+        runner = stand_in(NUM_BLOCKS, queue, EOS)
+        runner.capture(SIZES, progress)
+        return LoadedRank(runner, *[None] * 4)
+
+    config = ClusterConfig()
+    profiler = StepProfiler(config, Epoch("e"))
+    threads = StepThreads(StepCpus(config.engine), results.put, profiler)
+    runner = threads.start(load, no_progress).runner
+    until(lambda: queue.num_captures > 2)
+    threads.submit(StepPlan(0, (prompt_of(0),)))
+    eager = stand_in(NUM_BLOCKS, RecordingQueue(), EOS)
+    result = results.get(timeout=WAIT_S)
+    assert isinstance(result, StepResult)
+    assert result.tokens == eager.execute(StepPlan(0, (prompt_of(0),))).tokens
+    until(lambda: not runner.has_uncaptured)
+    assert queue.num_captures == len(SIZES)
+    assert threads.close(WAIT_S)
+
+
+def test_several_ranks_capture_all_steps_before_they_serve(monkeypatch):
+    """Ranks may be idle at different times, and a captured step may have collectives."""
+    queue = Counting()
+    runner = stand_in(NUM_BLOCKS, queue, EOS)
+    monkeypatch.setattr(type(runner.decoder.ranks), "size", 2, raising=False)
+    runner.capture(SIZES[:3], no_progress)
+    assert queue.num_captures == 3
+    assert not runner.has_uncaptured
+
+
+def test_a_step_that_cannot_be_captured_runs_eagerly(caplog):
+    """A node that serves goes on when there is no memory for one more captured step."""
+
+    class Full(Counting):
+        def capture(self, work: StepWork) -> StepWork:
+            if self.num_captures == 2:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+            return super().capture(work)
+
+    queue = Full()
+    runner = stand_in(NUM_BLOCKS, queue, EOS)
+    runner.capture(SIZES, no_progress)
+    eager = stand_in(NUM_BLOCKS, RecordingQueue(), EOS)
+    for step in ((prompt_of(0),), (next_of(0, 0),)):
+        plan = StepPlan(0, step)
+        assert runner.execute(plan).tokens == eager.execute(plan).tokens
+    assert not runner.has_uncaptured
+    assert not queue.num_replays
+    (said,) = caplog.records
+    assert "out of memory" in said.fields["problem"]
 
 
 def test_a_table_is_extended_and_sent_whole_only_when_it_is_another():
