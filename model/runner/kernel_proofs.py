@@ -51,7 +51,7 @@ def proofs_of(
     left = tuple(c for c in request.candidates if c.name not in proofs)
     if left:
         rest = msgspec.structs.replace(request, candidates=left)
-        proofs |= {proof.name: proof for proof in _run(rest, progress, limit_s)}
+        proofs |= {proof.name: proof for proof in tried(rest, progress, limit_s)}
     for name, proof in proofs.items():
         if proof.problem:
             log.warning(
@@ -64,7 +64,9 @@ def proofs_of(
     return tuple(proofs[name] for name in files)
 
 
-def _run(request: ProofRequest, progress: Progress, limit_s: float) -> Iterator[Proof]:
+def tried(
+    request: ProofRequest, progress: Progress, limit_s: float = LIMIT_S
+) -> Iterator[Proof]:
     """Yield what came of each candidate. All are tried at once, each in a process of its own."""
     total = len(request.candidates)
     with contextlib.ExitStack() as running:

@@ -9,6 +9,8 @@ arguments, else 1. The last lines say PASS, FAIL or a value for each claim.
 """
 
 import argparse
+import contextlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,23 +39,23 @@ from tools.gpu.rows import (
 
 MODULE = "tools.gpu"
 PACKAGES = ("torch", "triton", "transformers", "nixl-cu13", "nixl-cu12")
-TOTAL_S = 565.0
-SMOKE_S = 300.0
-CLOSING_S = 5.0  # the part of a section's time between its own end and a forced one
+TOTAL_S = 200.0
+SMOKE_S = 120.0
+CLOSING_S = 3.0  # the part of a section's time between its own end and a forced one
 GONE_S = 15.0  # the longest wait for a section's process that was killed
-# Name, title, and the share of the time that a section may take while the others wait. The first
-# section runs on a machine that has read nothing from disk yet.
+# Name, title, and the share of the time that a section may take while the others wait. What tells
+# most comes first; the first section runs on a machine that has read nothing from disk yet.
 SECTIONS = (
-    ("environment", "Machine and floors", 80.0),
-    ("correctness", "Kernels against their torch references", 65.0),
-    ("split", "Split against aggregated", 70.0),
-    ("transfer", "Reads between two processes", 40.0),
-    ("ranks", "Two ranks", 60.0),
-    ("folder", "A model's folder against transformers", 60.0),
-    ("engine", "Steps of the engine", 105.0),
-    ("kernels", "Kernel speed", 85.0),
+    ("environment", "Machine and floors", 18.0),
+    ("correctness", "Kernels against their torch references", 40.0),
+    ("engine", "Steps of the engine", 48.0),
+    ("split", "Split against aggregated", 36.0),
+    ("kernels", "Kernel speed", 26.0),
+    ("transfer", "Reads between two processes", 14.0),
+    ("folder", "A model's folder against transformers", 10.0),
+    ("ranks", "Two ranks", 8.0),
 )
-SMOKE_SECTIONS = ("environment", "correctness", "split", "transfer", "ranks", "folder")
+SMOKE_SECTIONS = ("environment", "correctness", "split", "transfer", "folder", "ranks")
 
 
 class Options(msgspec.Struct, frozen=True):
@@ -96,7 +98,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--model", type=Path, help="a model's folder to compare with transformers"
     )
-    parser.add_argument("--section", help=argparse.SUPPRESS)  # the child gets it
+    # The child gets these.
+    parser.add_argument("--section", help=argparse.SUPPRESS)
+    parser.add_argument("--start", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args(words)
     die_with_parent()
     try:
@@ -105,10 +109,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.section:
             from tools.gpu.worker import Job, work
 
+            # Imports have taken seconds, while the section before was running.
+            seconds = given.seconds or float(os.read(given.start, 64))
             work(
-                Job(
-                    given.section, given.seconds, given.device, given.smoke, given.model
-                ),
+                Job(given.section, seconds, given.device, given.smoke, given.model),
                 given.out,
             )
             return 0
@@ -152,28 +156,33 @@ def run(options: Options, words: Sequence[str], clock: Clock = monotonic) -> Gpu
     held = ""  # why the GPU is not free
     for name in options.sections:  # remove the files of an earlier run
         events_file(options.out, name).unlink(missing_ok=True)
-    while waiting:
-        name, title, _ = waiting[0]
-        seconds = allotted(deadline_s - clock(), [share for _, _, share in waiting])
-        section = Section(name, title, seconds)
-        report.sections.append(section)
-        start_s = clock()
-        if held:
-            section.state = "failed"
-            section.reason = held
-        elif not _run_section(section, options):
-            held = (
-                f"the process of {name} would not end, and a busy GPU measures nothing"
+    with contextlib.ExitStack() as running:
+        following = SectionProcess(waiting[0][0], options, running)
+        while waiting:
+            name, title, _ = waiting[0]
+            seconds = allotted(deadline_s - clock(), [share for *_, share in waiting])
+            section = Section(name, title, seconds)
+            report.sections.append(section)
+            start_s = clock()
+            process = following
+            if held:
+                section.state = "failed"
+                section.reason = held
+            else:
+                process.start(section)
+                if waiting[1:]:
+                    following = SectionProcess(waiting[1][0], options, running)
+                if not process.end(section):
+                    held = f"the process of {name} would not end, and a busy GPU measures nothing"
+            section.wall_s = clock() - start_s
+            fill(report, section, read_events(events_file(options.out, name)))
+            report.provenance = complete(report.provenance)
+            write(report, options.out)
+            print(
+                (heading(report) if name == "environment" else "") + markdown(section),
+                flush=True,
             )
-        section.wall_s = clock() - start_s
-        fill(report, section, read_events(events_file(options.out, name)))
-        report.provenance = complete(report.provenance)
-        write(report, options.out)
-        print(
-            (heading(report) if name == "environment" else "") + markdown(section),
-            flush=True,
-        )
-        del waiting[0]
+            del waiting[0]
     return report
 
 
@@ -182,39 +191,58 @@ def allotted(left_s: float, shares: Sequence[float]) -> float:
     return max(0.0, left_s) * shares[0] / sum(shares)
 
 
-def _run_section(section: Section, options: Options) -> bool:
-    """Run a section in a child until it ends or its time is over; return whether it is gone."""
-    out = options.out
-    arguments = (
-        "--section",
-        section.name,
-        "--out",
-        str(out),
-        "--device",
-        options.device,
-        "--seconds",
-        f"{max(0.1, section.budget_s - CLOSING_S):.1f}",
-        *(("--smoke",) if options.is_smoke else ()),
-        *(("--model", str(options.model)) if options.model else ()),
-    )
-    deadline_s = monotonic() + section.budget_s
-    with (out / f"{section.name}.log").open("w") as log:
-        child = Child(
-            Command(section.name, arguments, MODULE),
-            lambda _, line: print(line, file=log, flush=True),
+class SectionProcess:
+    """The process of a section. It imports what it needs, then waits for its time."""
+
+    def __init__(
+        self, name: str, options: Options, running: contextlib.ExitStack
+    ) -> None:
+        """Spawn it; leaving `running` ends it."""
+        read_end, self._write_end = os.pipe()
+        running.callback(os.close, self._write_end)
+        log = running.enter_context((options.out / f"{name}.log").open("w"))
+        arguments = (
+            "--section",
+            name,
+            "--out",
+            str(options.out),
+            "--device",
+            options.device,
+            "--start",
+            str(read_end),
+            *(("--smoke",) if options.is_smoke else ()),
+            *(("--model", str(options.model)) if options.model else ()),
         )
+        command = Command(name, arguments, MODULE, pass_fds=(read_end,))
         try:
-            if not child.wait(deadline_s):
-                section.state = "cut short"
-                section.reason = f"its {section.budget_s:.0f} s were over"
-            elif child.exit_code:
-                last = child.tail[-1] if child.tail else "it wrote nothing"
-                section.state = "failed"
-                section.reason = f"exit code {child.exit_code}: {last[:300]}"
-            else:
-                section.state = "complete"
+            self._child = Child(
+                command, lambda _, line: print(line, file=log, flush=True)
+            )
         finally:
-            child.stop()
+            os.close(read_end)
+        running.callback(self._child.stop)
+        self._deadline_s = 0.0
+
+    def start(self, section: Section) -> None:
+        """Let it run, for a time that leaves it some to end by itself."""
+        self._deadline_s = monotonic() + section.budget_s
+        seconds = max(0.1, section.budget_s - CLOSING_S)
+        with contextlib.suppress(BrokenPipeError):  # it has failed already
+            os.write(self._write_end, f"{seconds:.1f}".encode())
+
+    def end(self, section: Section) -> bool:
+        """Wait until it ends or its time is over; return whether it is gone."""
+        child = self._child
+        if not child.wait(self._deadline_s):
+            section.state = "cut short"
+            section.reason = f"its {section.budget_s:.0f} s were over"
+        elif child.exit_code:
+            last = child.tail[-1] if child.tail else "it wrote nothing"
+            section.state = "failed"
+            section.reason = f"exit code {child.exit_code}: {last[:300]}"
+        else:
+            section.state = "complete"
+        child.stop()
         # A driver that is busy can keep a killed process, and its memory, for a while.
         return child.wait(monotonic() + GONE_S)
 
