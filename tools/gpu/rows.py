@@ -312,6 +312,10 @@ CLAIMS = (
     Claim("KV reads", rows=r"KV reads .*"),
     Claim("hand-over p50 / p99", rows=r"hand-over .*"),
     Claim("split tokens = aggregated", r"greedy tokens, split against aggregated"),
+    Claim(
+        "streams of a killed node", r"streams of a killed.*", r"streams of a killed.*"
+    ),
+    Claim("start", rows=r"ready for .*"),
 )
 
 

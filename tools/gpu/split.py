@@ -2,16 +2,18 @@
 
 This is a section of the GPU benchmark. It serves a random model twice through `LLM`, which starts
 real node processes: once with a prefill and a decode node, once with a decode node that computes
-prompts itself.
+prompts itself. In the end it kills the decode node under streams.
 """
 
 import statistics
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import msgspec
+import psutil
 import torch
 
 from baton.llm import LLM
@@ -28,6 +30,7 @@ from baton.protocol.config import (
 from baton.protocol.errors import BatonError
 from baton.protocol.sampling import SamplingParams
 from baton.router.outputs import RequestOutput
+from baton.runtime.clock import monotonic
 from baton.runtime.local_cluster import LocalCluster
 from baton.runtime.process import RelayLine
 from tools.gpu.cases import HANDOVER_PROMPTS, handover_key
@@ -42,6 +45,8 @@ THIN_8B = Shape("36 layers of 0.6B", 1024, 3072, 36, 16, 8, 128, 640, is_tied=Tr
 LOWEST_ID = 3
 START_S = 60.0
 ARM_S = 12.0  # for nodes to start with kernels that are compiled already, and to answer
+RESTART_S = 15.0  # for streams, and for the same whose node is killed and starts again
+KILLED = "streams of a killed decode node"
 CLAIM = "With one GPU both roles share it, so isolation and throughput are measured only with two."
 
 
@@ -62,6 +67,18 @@ class Arm(msgspec.Struct, frozen=True):
     tokens: dict[int, list[list[int]]]
     first_token_s: dict[int, list[float]]
     paths: set[str]
+    ready_s: float  # from the start of the nodes
+    interrupted: "Interrupted | None" = None
+
+
+class Interrupted(msgspec.Struct, frozen=True):
+    """Streams whose decode node was killed half-way, beside the same ones undisturbed."""
+
+    num_streams: int
+    num_equal: int
+    num_whole: int  # have as many tokens
+    num_resumed: int
+    lost_s: float  # how much longer they took
 
 
 def run(desk: Desk, folder: Path, plan: SplitPlan | None = None) -> None:
@@ -82,6 +99,7 @@ def run(desk: Desk, folder: Path, plan: SplitPlan | None = None) -> None:
             desk.emit(compare(plan, aggregated, split))
             _report_first_tokens(desk, plan, {"aggregated": aggregated, "split": split})
         if split is not None:
+            report_interruption(desk, split)
             report_handovers(desk, plan, handovers(records))
             report_interference(desk, records)
 
@@ -97,7 +115,10 @@ def _arm(
     with (folder / f"nodes-{name}.log").open("w") as log:
         try:
             arm = serve(
-                plan, config, lambda node, line: print(node, line, file=log, flush=True)
+                plan,
+                config,
+                lambda node, line: print(node, line, file=log, flush=True),
+                lambda: desk.has_time(KILLED, RESTART_S),
             )
         except BatonError as error:
             desk.emit(Check(key, False, f"not served: {error.message[-250:]}"))
@@ -106,11 +127,20 @@ def _arm(
     desk.emit(
         Check(key, arm.paths == {wanted}, f"requests went the way {sorted(arm.paths)}")
     )
+    desk.emit(Measured(f"ready for {name} serving", "s", value=arm.ready_s))
     return arm
 
 
-def serve(plan: SplitPlan, config: ClusterConfig, relay: RelayLine) -> Arm:
-    """Serve the prompts one after the other; `relay` gets the lines that the nodes print."""
+def serve(
+    plan: SplitPlan,
+    config: ClusterConfig,
+    relay: RelayLine,
+    may_kill: Callable[[], bool] = lambda: False,
+) -> Arm:
+    """Serve the prompts one after the other; `relay` gets the lines that the nodes print.
+
+    The decode node of a split is killed in the end, if it `may_kill`.
+    """
 
     def launch(config: ClusterConfig, control: str) -> LocalCluster:
         return LocalCluster(config, control, relay)
@@ -119,7 +149,10 @@ def serve(plan: SplitPlan, config: ClusterConfig, relay: RelayLine) -> Arm:
     names = [name for name in config.__struct_fields__ if name != "model"]
     settings = {name: getattr(config, name) for name in names}
     found: dict[int, list[RequestOutput]] = {}
+    interrupted = None
+    began_s = monotonic()
     with LLM(config.model.path, launcher=launch, **settings) as llm:
+        ready_s = monotonic() - began_s
         for length in plan.prompts:
             found[length] = [
                 llm.generate(prompt, params, use_tqdm=False)[0]
@@ -131,6 +164,8 @@ def serve(plan: SplitPlan, config: ClusterConfig, relay: RelayLine) -> Arm:
             SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in limits
         ]
         llm.generate(beside, many, use_tqdm=False)
+        if config.prefill and may_kill():
+            interrupted = interrupt(llm, plan)
     return Arm(
         {n: [output.outputs[0].token_ids for output in found[n]] for n in found},
         {
@@ -138,7 +173,59 @@ def serve(plan: SplitPlan, config: ClusterConfig, relay: RelayLine) -> Arm:
             for n in found
         },
         {str(output.metrics.path) for outputs in found.values() for output in outputs},
+        ready_s,
+        interrupted,
     )
+
+
+def interrupt(llm: LLM, plan: SplitPlan) -> Interrupted:
+    """Let all prompts stream at once, then again, and kill the decode node half-way."""
+    asked = prompts(plan, plan.prompts[0] + 2)
+    # Fewer than the stream has whose gaps are reported.
+    num_tokens = plan.stream_tokens * 3 // 4
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+
+    def generate() -> tuple[list[RequestOutput], float]:
+        began_s = monotonic()
+        outputs = llm.generate(asked, params, use_tqdm=False)
+        return outputs, monotonic() - began_s
+
+    undisturbed, expected_s = generate()
+    killing = threading.Timer(expected_s / 2, _kill_decode)
+    killing.start()
+    outputs, took_s = generate()
+    killing.join()
+    pairs = [
+        (one.outputs[0].token_ids, other.outputs[0].token_ids)
+        for one, other in zip(outputs, undisturbed, strict=True)
+    ]
+    return Interrupted(
+        len(pairs),
+        sum(ours == theirs for ours, theirs in pairs),
+        sum(len(ours) == num_tokens for ours, _ in pairs),
+        sum(output.metrics.num_resumes > 0 for output in outputs),
+        took_s - expected_s,
+    )
+
+
+def _kill_decode() -> None:
+    for process in psutil.Process().children(recursive=True):
+        if "decode" in process.cmdline():
+            process.kill()
+
+
+def report_interruption(desk: Desk, arm: Arm) -> None:
+    """Report it if it was tried. Tokens have to be equal where the node promises equal bits."""
+    one = arm.interrupted
+    if one is None:
+        return
+    is_whole = one.num_whole == one.num_streams and one.num_resumed > 0
+    text = f"{one.num_whole} of {one.num_streams} whole, {one.num_resumed} resumed"
+    desk.emit(Check(KILLED, is_whole, text))
+    is_equal = one.num_equal == one.num_streams
+    text = f"{one.num_equal} of {one.num_streams} equal the undisturbed ones"
+    desk.emit(Check(f"{KILLED}, tokens", is_equal, text, required=False))
+    desk.emit(Measured(f"{KILLED}, time lost", "s", value=one.lost_s))
 
 
 def prompts(plan: SplitPlan, length: int) -> list[list[int]]:

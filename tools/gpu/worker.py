@@ -144,7 +144,7 @@ TINY = Sizes(
         warm_ups=1,
         rounds=2,
         memory_mib=64,
-        stream_tokens=24,
+        stream_tokens=200,
     ),
     transfer=TransferPlan(
         device="cpu",

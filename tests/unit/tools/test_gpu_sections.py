@@ -98,6 +98,7 @@ def test_the_last_lines_say_something_of_every_claim(ran):
         "spills",
     }
     assert last["split tokens = aggregated"].startswith("PASS")
+    assert last["streams of a killed node"].startswith("PASS (2)"), "resumed and equal"
     assert last["graph = eager"].startswith("PASS")
     assert "tiny decode b3 ctx 20" in last["decode ms, served by the loop"]
     assert "idle share" not in last["decode ms, served by the loop"]
