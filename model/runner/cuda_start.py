@@ -182,6 +182,13 @@ def why_no_launcher() -> str:
     return "" if has_headers else f"{meaning_of('Python.h')} (Python.h is missing)"
 
 
+def check_compiled_kernels() -> None:
+    """Let Triton compile again what is damaged in its cache, here and in processes started here."""
+    os.environ.setdefault(
+        "TRITON_CACHE_MANAGER", "baton.kernels.checked_cache:CheckedCache"
+    )
+
+
 def keep_sums_whole() -> None:
     """Take cuBLAS's workspace away, without which it cannot split the sums of a product.
 

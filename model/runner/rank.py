@@ -49,6 +49,7 @@ from baton.model.runner.compute_digest import (
 )
 from baton.model.runner.cuda_start import (
     buckets_up_to,
+    check_compiled_kernels,
     free_for_pool,
     idle_slice,
     keep_sums_whole,
@@ -211,6 +212,7 @@ def _loaded(
     """Load a runner; on a GPU, prove its kernels first, and capture its steps too."""
     if plan.device.type != "cuda":
         return *load_runner(plan, config, ranks, progress), UNPROVEN
+    check_compiled_kernels()
     # Parts of a sum are added in fp32.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     with one_line_errors(plan.device, "while it proves its kernels"):
