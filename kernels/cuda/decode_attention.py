@@ -1,14 +1,15 @@
-"""Paged decode attention: one query per sequence, with its context split over the whole device.
+"""Paged decode attention: the last rows of sequences, with contexts split over the whole device.
 
-Each split of each KV head is one work item, for all query heads of that KV head at once; a second
-kernel combines the splits of contexts that have more than one. If there are few sequences, a split
-is just long enough that one round of the device's programs covers all splits, so a row's last bits
-depend on the batch. `ordered` cuts at fixed absolute positions instead and merges the splits in
-order: a sequence then gets the same bits alone, in any batch, and from prefill attention. It works
-under CUDA graph capture.
+Each split of each KV head is one work item, for all query heads of that KV head at once, and for
+several rows of a sequence if a tile has room for them. A second kernel combines the splits of
+contexts that have more than one. If there are few sequences, a split is just long enough that one
+round of the device's programs covers all splits, so a row's last bits depend on the batch.
+`ordered` cuts at fixed absolute positions instead and merges the splits in order: a row then gets
+the same bits alone, beside others of its sequence, in any batch, and from prefill attention. It
+works under CUDA graph capture.
 """
 
-# ruff: noqa: N803, PLR0913, PLR0917, SIM108
+# ruff: noqa: N803, PLR0913, PLR0915, PLR0917, SIM108
 # Compile-time values are in capitals, as in Triton's own code; arguments are pointers and strides.
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from baton.kernels.cuda.paged import (
     MAX_BATCH,
     NO_WINDOW,
     ORDERED_SPLIT,
+    TILE_ROWS,
+    DecodeTiling,
     before_keys,
     check_pool,
     decode_tiling,
@@ -32,8 +35,11 @@ from baton.kernels.cuda.paged import (
     load_kv,
     load_rows,
     merge,
+    new_rows,
     num_programs,
     padded,
+    rows_of_tile,
+    seen_by_first,
     tilings_of,
 )
 from baton.kernels.launch import Launcher, cdiv, next_power_of_2
@@ -48,7 +54,7 @@ MAX_SPLITS = 64
 
 
 def paged_decode_attention(
-    q: Tensor,  # [batch, num_heads, head_dim]
+    q: Tensor,  # [num_rows, num_heads, head_dim]
     pool: Tensor,  # [num_blocks, kv_heads, num_layers, 2, block_size, head_dim]
     layer: int,
     block_tables: Tensor,  # [batch, max_blocks] int32
@@ -57,43 +63,51 @@ def paged_decode_attention(
     window: int | None = None,  # keys that a query sees, itself included
     softcap: float | None = None,
     sinks: Tensor | None = None,  # [num_heads] fp32
+    starts: Tensor | None = None,  # [batch + 1] int32
     *,
     ordered: bool = False,
 ) -> Tensor:
-    """Return the attention of one new token per sequence over its paged context, shaped as `q`.
+    """Return the attention of the last tokens of sequences over their contexts, shaped as `q`.
 
-    A row of length 0, the padding of a captured graph, gives zeros. The workspace is `batch *
-    num_heads * splits * (head_dim + 2)` floats. There are at most 64 splits, or, if they are
-    ordered, as many as the table has room for, so tables should be no wider than the batch needs.
+    Each sequence has one row, or those that `starts` counts, at most `rows_of_tile(group)`. Its
+    context ends with the last of them. A row of length 0 and a row behind all sequences, the
+    padding of a captured graph, give zeros. The workspace is `batch * rows * num_heads * splits *
+    (head_dim + 2)` floats. There are at most 64 splits, or, if they are ordered, as many as the
+    table has room for, so tables should be no wider than the batch needs.
     """
     check_pool(q, pool, block_tables)
     scale_log2, cap_log2 = in_powers_of_2(scale, softcap)
-    batch, num_heads, head_dim = q.shape
+    _, num_heads, head_dim = q.shape
+    batch = len(block_tables)
     kv_heads = pool.shape[1]
     block_size = pool.shape[4]
     tiles = decode_tiling(q, pool)
     split = ORDERED_SPLIT if ordered else SPLIT
-    keys = min(block_tables.shape[1] * block_size, window or NO_WINDOW)
-    rows = max(16, next_power_of_2(num_heads // kv_heads))
-    share = (
-        tiles.per_multiprocessor if rows == 16 else tilings_of(q.device).wide_programs
-    )
-    # The exponentials of a cap take registers of a third program.
-    programs = num_programs(q.device, share if softcap is None else min(share, 2))
+    group = num_heads // kv_heads
+    rows = 1 if starts is None else rows_of_tile(group)
+    keys = min(block_tables.shape[1] * block_size, (window or NO_WINDOW) + rows - 1)
+    tile_rows = max(TILE_ROWS, next_power_of_2(group))
+    is_wide = tile_rows > TILE_ROWS
+    share = tilings_of(q.device).wide_programs if is_wide else tiles.per_multiprocessor
+    # The exponentials of a cap, or the lengths of rows, take registers of a third program.
+    has_third = softcap is None and starts is None
+    programs = num_programs(q.device, share if has_third else min(share, 2))
     is_few = 2 * batch * kv_heads <= programs and not ordered
     # A window may touch one more split than its length alone needs.
     num_splits = cdiv(keys, tiles.keys if is_few else split) + (window is not None)
     num_splits = num_splits if ordered else min(num_splits, MAX_SPLITS)
-    partial = q.new_empty((batch, num_heads, num_splits, head_dim), dtype=torch.float32)
-    sums = q.new_empty((batch, num_heads, num_splits, 2), dtype=torch.float32)
+    lines = batch * rows
+    partial = q.new_empty((lines, num_heads, num_splits, head_dim), dtype=torch.float32)
+    sums = q.new_empty((lines, num_heads, num_splits, 2), dtype=torch.float32)
     counts = q.new_empty(batch, dtype=torch.int32)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = new_rows(q, starts)
     _launch_split(
         (programs, 1, 1),
         q,
         pool,
         block_tables,
         context_lens,
+        starts,
         partial,
         sums,
         counts,
@@ -110,10 +124,11 @@ def paged_decode_attention(
         pool.stride(1),
         block_tables.stride(0),
         KV_HEADS=kv_heads,
-        GROUP=num_heads // kv_heads,
+        GROUP=group,
+        LINES=rows * group,
         HEAD_DIM=head_dim,
         DIM=padded(head_dim),
-        ROWS=rows,
+        ROWS=tile_rows,
         BLOCK_SIZE=block_size,
         KEYS=tiles.keys,
         SPLIT=split,
@@ -123,17 +138,19 @@ def paged_decode_attention(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         enable_fp_fusion=True,
-        maxnreg=tiles.max_registers if NEEDS_LIMIT and rows == 16 else None,
+        maxnreg=_most_registers(tiles, starts, is_wide=is_wide),
     )
     if num_splits > 1:
         _launch_combine(
-            (batch, num_heads, 1),
+            (lines, num_heads, 1),
             partial,
             sums,
             counts,
+            starts,
             out,
             sinks,
             num_splits,
+            SHARING=rows,
             HEAD_DIM=head_dim,
             DIM=padded(head_dim),
             MAX_SPLITS=MAX_SPLITS,
@@ -143,6 +160,14 @@ def paged_decode_attention(
             enable_fp_fusion=True,
         )
     return out
+
+
+def _most_registers(
+    tiles: DecodeTiling, starts: Tensor | None, *, is_wide: bool
+) -> int | None:
+    if starts is not None:
+        return 255  # else the assembler may spill to fit a third program
+    return tiles.max_registers if NEEDS_LIMIT and not is_wide else None
 
 
 @triton.jit
@@ -195,6 +220,7 @@ def _locate(counts: tl.tensor, unit: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
         "stride_table",
         "table_ptr",
         "len_ptr",
+        "start_ptr",
     ]
 )
 def _split_kernel(
@@ -202,6 +228,7 @@ def _split_kernel(
     pool_ptr: tl.tensor,
     table_ptr: tl.tensor,
     len_ptr: tl.tensor,
+    start_ptr: tl.tensor | None,
     partial_ptr: tl.tensor,
     sum_ptr: tl.tensor,
     count_ptr: tl.tensor,
@@ -219,6 +246,7 @@ def _split_kernel(
     stride_table: tl.tensor,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    LINES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     ROWS: tl.constexpr,
@@ -235,7 +263,12 @@ def _split_kernel(
     ends = tl.load(len_ptr + row, mask=row < batch, other=0)
     # Splits begin at the tile in which the window begins; ordered splits begin at absolute
     # positions.
-    begins = tl.maximum(ends - window, 0) // (SPLIT if ORDERED else KEYS)
+    leasts = ends
+    if start_ptr is not None:
+        of_first = tl.load(start_ptr + row, mask=row < batch, other=0)
+        of_next = tl.load(start_ptr + row + 1, mask=row < batch, other=0)
+        leasts = seen_by_first(ends, of_first, of_next)
+    begins = tl.maximum(leasts - window, 0) // (SPLIT if ORDERED else KEYS)
     begins = begins * (SPLIT if ORDERED else KEYS)
     if ORDERED:
         common = tl.full((), SPLIT, tl.int32)
@@ -253,7 +286,12 @@ def _split_kernel(
         kv_head = item % KV_HEADS
         sequence, split = _locate(counts, item // KV_HEADS)
         context_len = tl.load(len_ptr + sequence)
-        first_key = tl.maximum(context_len - window, 0)
+        least = context_len
+        if start_ptr is not None:
+            first_row = tl.load(start_ptr + sequence)
+            next_row = tl.load(start_ptr + sequence + 1)
+            least = seen_by_first(context_len, first_row, next_row)
+        first_key = tl.maximum(least - window, 0)
         if ORDERED:
             begin = first_key // SPLIT * SPLIT
             size = common
@@ -263,12 +301,20 @@ def _split_kernel(
         start = begin + split * size
         end = tl.minimum(start + size, context_len)
 
-        # tl.dot needs at least 16 rows; those past GROUP are zero and never stored.
+        # tl.dot needs at least 16 rows; those past the last line are zero and never stored.
         head = tl.arange(0, ROWS)
         d = tl.arange(0, DIM)
         heads = kv_head * GROUP + head
         own = head < GROUP
+        lens = None
         q_rows = q_ptr + sequence.to(tl.int64) * stride_q + heads * HEAD_DIM
+        if start_ptr is not None:
+            ahead = head // GROUP
+            heads = kv_head * GROUP + head % GROUP
+            own = ahead < next_row - first_row
+            lens = context_len - tl.maximum(next_row - first_row - 1 - ahead, 0)
+            rows = (first_row + ahead).to(tl.int64)
+            q_rows = q_ptr + rows * stride_q + heads * HEAD_DIM
         q = load_rows(q_rows[:, None] + d[None, :], own, HEAD_DIM, DIM, True)
         kv_ptr = pool_ptr + kv_head.to(tl.int64) * stride_head + layer_offset
         table = table_ptr + sequence.to(tl.int64) * stride_table
@@ -283,6 +329,8 @@ def _split_kernel(
             tl.maximum(start, first_key // KEYS * KEYS),
             end,
             first_key,
+            lens,
+            window,
             scale_log2,
             cap_log2,
             stride_block,
@@ -295,6 +343,11 @@ def _split_kernel(
             UPCAST,
         )
         line = sequence.to(tl.int64) * KV_HEADS * GROUP + heads
+        to_line = line
+        if start_ptr is not None:
+            to_line = rows * (KV_HEADS * GROUP) + heads
+            line = sequence.to(tl.int64) * (LINES // GROUP) + ahead
+            line = line * (KV_HEADS * GROUP) + heads
         live = own[:, None] & (d < HEAD_DIM)[None, :]
         if context_len - begin <= size:
             if sink_ptr is not None:
@@ -302,7 +355,7 @@ def _split_kernel(
                 m, total, acc = merge(first, one, none, m, total, acc)
             total = tl.where(total == 0.0, 1.0, total)
             out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + line[:, None] * HEAD_DIM + d[None, :], out, mask=live)
+            tl.store(out_ptr + to_line[:, None] * HEAD_DIM + d[None, :], out, mask=live)
         else:
             place = line * num_splits + split
             tl.store(
@@ -323,6 +376,8 @@ def _attend(
     start: tl.tensor,
     end: tl.tensor,
     first_key: tl.tensor,
+    lens: tl.tensor | None,
+    window: tl.tensor,
     scale_log2: tl.tensor,
     cap_log2: tl.tensor | None,
     stride_block: tl.tensor,
@@ -334,7 +389,10 @@ def _attend(
     ORDERED: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return maximum, sum and output of some heads over the keys `start:end`."""
+    """Return maximum, sum and output of some heads over the keys `start:end`.
+
+    Those of a row see as many as `lens` says, if rows differ, and of these the last `window`.
+    """
     m = tl.full((ROWS,), float("-inf"), tl.float32)
     if ORDERED:
         norm = tl.zeros((ROWS, 16), tl.float32)
@@ -373,7 +431,11 @@ def _attend(
             True,
         )
         blocks = load_blocks(table, tile_start + KEYS, end, BLOCK_SIZE, KEYS)
-        visible = ((n >= first_key) & (n < end))[None, :]
+        if lens is None:
+            visible = ((n >= first_key) & (n < end))[None, :]
+        else:
+            visible = n[None, :] < lens[:, None]
+            visible = visible & (n[None, :] >= (lens - window)[:, None])
         m, norm, acc = fold(
             m, norm, acc, q, k, v, visible, scale_log2, cap_log2, True, ORDERED, UPCAST
         )
@@ -382,24 +444,33 @@ def _attend(
     return m, norm, acc
 
 
-@triton.jit(do_not_specialize=["num_splits", "count_ptr"])
+@triton.jit(do_not_specialize=["num_splits", "count_ptr", "start_ptr"])
 def _combine_kernel(
     partial_ptr: tl.tensor,
     sum_ptr: tl.tensor,
     count_ptr: tl.tensor,
+    start_ptr: tl.tensor | None,
     out_ptr: tl.tensor,
     sink_ptr: tl.tensor | None,
     num_splits: tl.tensor,
+    SHARING: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     ORDERED: tl.constexpr,
 ) -> None:
     sequence = tl.program_id(0)
+    to_row = sequence
+    if start_ptr is not None:
+        sequence = tl.program_id(0) // SHARING
+        to_row = tl.load(start_ptr + sequence) + tl.program_id(0) % SHARING
+        if to_row >= tl.load(start_ptr + sequence + 1):
+            return
     count = tl.load(count_ptr + sequence)
     if count == 1:
         return  # the split's own program has stored the result
-    line = sequence.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    line = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    to_line = to_row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     d = tl.arange(0, DIM)
     partials = partial_ptr + line * num_splits * HEAD_DIM
     sums = sum_ptr + line * num_splits * 2
@@ -429,7 +500,7 @@ def _combine_kernel(
         total = tl.sum(weight * totals, 0) + tl.sum(tl.exp2(m - top) * norm, 0)
         out = tl.sum(partial * weight[:, None], 0) / total
     out = out.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + line * HEAD_DIM + d, out, mask=d < HEAD_DIM)
+    tl.store(out_ptr + to_line * HEAD_DIM + d, out, mask=d < HEAD_DIM)
 
 
 _launch_combine = Launcher(_combine_kernel)

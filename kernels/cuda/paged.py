@@ -34,6 +34,8 @@ BLOCK_SIZES = (16, 32, 64, 128)
 WIDE_HEAD_DIMS = (*HEAD_DIMS, 512)
 PIECE_SIZES = (4, 8, *BLOCK_SIZES)
 MAX_GROUP = 32
+# Of a tile of query heads in decode; where more heads than that share a KV head, it has 32.
+TILE_ROWS = 16
 NO_WINDOW = 1 << 30  # keys that a query sees where a model has no sliding window
 # Keys of an ordered split, which decode and prefill both sum separately.
 ORDERED_SPLIT = 512
@@ -64,6 +66,21 @@ def check_pool(q: Tensor, pool: Tensor, block_tables: Tensor) -> None:
     assert block_tables.stride(1) == 1, "a block table is contiguous"
 
 
+def rows_of_tile(group: int) -> int:
+    """Return how many rows of a sequence share a tile in decode, of `group` heads each.
+
+    A tile is never wider for them, so a row's bits do not depend on how many lie beside it.
+    """
+    return max(1, TILE_ROWS // group)
+
+
+def new_rows(q: Tensor, starts: Tensor | None) -> Tensor:
+    """Return what decode writes to; rows behind the last of `starts`, which it does not, are 0."""
+    if starts is None:
+        return torch.empty_like(q, memory_format=torch.contiguous_format)
+    return torch.zeros_like(q, memory_format=torch.contiguous_format)
+
+
 def interpreted() -> bool:
     """Return whether Triton interprets kernels; `tl.dot` then multiplies the *bits* of bf16."""
     return bool(triton.knobs.runtime.interpret)
@@ -78,6 +95,12 @@ def num_programs(device: torch.device, per_multiprocessor: int) -> int:
         torch.cuda.get_device_properties(device).multi_processor_count
         * per_multiprocessor
     )
+
+
+@triton.jit
+def seen_by_first(length: tl.tensor, begin: tl.tensor, stop: tl.tensor) -> tl.tensor:
+    """Return how many keys the first of the last rows `begin:stop` of a context sees."""
+    return length - tl.maximum(stop - begin - 1, 0)
 
 
 @triton.jit

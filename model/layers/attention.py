@@ -71,8 +71,8 @@ def most_parts(num_tokens: int, size: int) -> int:
 class Tables:
     """The sequences of a batch as kernels read them on the device.
 
-    The first `num_decoding` sequences have one row each. `query_starts` counts the rows of the
-    others, beginning with their first row.
+    The first `num_decoding` sequences decode, and have one row each or those that `decode_starts`
+    counts. `query_starts` counts the rows of the others, beginning with their first row.
     """
 
     blocks: Tensor  # [num_sequences, num_blocks] int32
@@ -80,6 +80,53 @@ class Tables:
     query_starts: Tensor  # [num_sequences - num_decoding + 1] int32, or empty
     num_decoding: int
     states: StateTables | None = None
+    decode_starts: Tensor | None = None  # [num_decoding + 1] int32
+    num_more_rows: int = 0  # of those, beside one each; padding included
+
+    @property
+    def num_decode_rows(self) -> int:
+        return self.num_decoding + self.num_more_rows
+
+
+@dataclass(slots=True, frozen=True)
+class DecodeRows:
+    """Rows of sequences that decode, in pieces of a few successive ones.
+
+    Each piece has one row, or those that `starts` counts.
+    """
+
+    blocks: Tensor  # [num_pieces, num_blocks] int32
+    context_lens: (
+        Tensor  # [num_pieces] int32: keys that the last row sees; 0 is padding
+    )
+    starts: Tensor | None  # [num_pieces + 1] int32
+
+
+def decode_rows(tables: Tables, most: int) -> DecodeRows:
+    """Return the rows of the sequences that decode in pieces of at most `most`.
+
+    There are as many pieces as so many sequences and rows can need. Those left over come last, and
+    have length 0. With one row each, padding behind all rows has a piece, too.
+    """
+    decoding = tables.num_decoding
+    blocks = tables.blocks[:decoding]
+    lens = tables.context_lens[:decoding]
+    starts = tables.decode_starts
+    if starts is None:
+        return DecodeRows(blocks, lens, None)
+    counts = (starts[1:] - starts[:-1] + most - 1) // most
+    ends = counts.cumsum(0)
+    numbers = torch.arange(
+        decoding + tables.num_more_rows // most, dtype=ends.dtype, device=lens.device
+    )
+    owners = torch.searchsorted(ends, numbers, right=True).clamp(max=decoding - 1)
+    last = starts[1:][owners]
+    firsts = starts[:-1][owners] + (numbers - ends[owners] + counts[owners]) * most
+    stops = torch.minimum(firsts + most, last)
+    seen = (lens[owners] - (last - stops)).where(numbers < ends[-1], 0)
+    if most > 1:
+        starts = torch.cat((torch.minimum(firsts, last), starts[-1:])).int()
+    return DecodeRows(blocks[owners], seen.int(), starts if most > 1 else None)
 
 
 @dataclass(slots=True, frozen=True)

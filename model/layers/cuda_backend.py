@@ -1,9 +1,9 @@
 """Attention and the fused operations on GPUs: baton's Triton kernels behind the `Backend` protocol.
 
 Only ranks that compute on CUDA import this file, because it imports Triton. Sequences at the head
-of a batch that decode one token share a split-context kernel. From the first longer slice on, rows
-go through the prefill kernel, which is exact for single tokens too. Kernels for one kind of GPU
-take the place of these where they are proven.
+of a batch that decode share a split-context kernel, with all rows of their guesses. From the first
+slice of a prompt on, rows go through the prefill kernel, which is exact for single tokens too.
+Kernels for one kind of GPU take the place of these where they are proven.
 """
 
 from collections.abc import Sequence
@@ -29,6 +29,7 @@ from baton.kernels.cuda.paged import (
     MAX_GROUP,
     PIECE_SIZES,
     WIDE_HEAD_DIMS,
+    rows_of_tile,
 )
 from baton.kernels.cuda.pool_writes import rope_and_store
 from baton.kernels.cuda.prefill_attention import paged_prefill_attention
@@ -47,6 +48,7 @@ from baton.model.layers.attention import (
     Scoring,
     Tables,
     WideHeads,
+    decode_rows,
     pool_suffix,
 )
 from baton.model.layers.device_views import View, tables_of_pieces, tables_within
@@ -130,11 +132,12 @@ class CudaBackend:
         if self._index is not None:
             return self._attend_chosen(q, layer, self._index.num_chosen, rows)
         parts: list[Tensor] = []
-        decoding = view.tables.num_decoding
-        if decoding:
-            parts.append(self._decode(q[:decoding], layer, view))
-        if decoding < len(view.tables.blocks):
-            parts.append(self._prefill(q[decoding:], layer, view))
+        tables = view.tables
+        rows_of_decode = tables.num_decode_rows
+        if tables.num_decoding:
+            parts.append(self._decode(q[:rows_of_decode], layer, view))
+        if tables.num_decoding < len(tables.blocks):
+            parts.append(self._prefill(q[rows_of_decode:], layer, view))
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out.flatten(1) if rows is None else out[rows].flatten(1)
 
@@ -153,10 +156,14 @@ class CudaBackend:
                 tables = tables_of_pieces(self._wide, pool, tables)
                 slots = self._wide.slots(pool, slots)
                 pool = self._wide_pool
-            view = self._views[which] = View(pool, tables, slots)
+            most = 1
+            if pool.shape[3] == 2:
+                most = rows_of_tile(self.num_heads // pool.shape[1])
+            decode = decode_rows(tables, most)
+            view = self._views[which] = View(pool, tables, slots, decode)
             if self._uses_hopper and not are_wide:
                 view.hopper = HopperAttention(
-                    pool, tables, has_one_order=self._is_ordered
+                    pool, tables, decode, has_one_order=self._is_ordered
                 )
         return self._views[which]
 
@@ -178,29 +185,29 @@ class CudaBackend:
         return out.flatten(1) if rows is None else out[rows].flatten(1)
 
     def _decode(self, q: Tensor, layer: int, view: View) -> Tensor:
-        """Return the attention of the sequences that decode one token each."""
+        """Return the attention of the sequences that decode."""
         if view.hopper is not None and view.hopper.has_one_order:
             return view.hopper.decode(q, layer, self.scoring)
-        blocks = view.tables.blocks[: len(q)]
-        lens = view.tables.context_lens[: len(q)]
+        rows = view.decode
         if view.pool.shape[3] == 1:
             rotated = self._angles[0].shape[1]
             scale = self.scoring.scale
             return latent_decode_attention(
-                q, view.pool, layer, blocks, lens, scale, rotated
+                q, view.pool, layer, rows.blocks, rows.context_lens, scale, rotated
             )
         return paged_decode_attention(
             q,
             view.pool,
             layer,
-            blocks,
-            lens,
+            rows.blocks,
+            rows.context_lens,
             *self.scoring,
+            rows.starts,
             ordered=self._is_ordered,
         )
 
     def _prefill(self, q: Tensor, layer: int, view: View) -> Tensor:
-        """Return the attention of the sequences from the first longer slice on."""
+        """Return the attention of the sequences from the first slice of a prompt on."""
         if view.hopper is not None:
             return view.hopper.prefill(q, layer, self.scoring)
         tables = view.tables
@@ -333,25 +340,35 @@ def _sequences(tables: Tables, num_tokens: int) -> Tensor:
     """Return the sequence of each row of a batch, `[num_tokens]` int32; padding has any."""
     rows = torch.arange(num_tokens, dtype=torch.int32, device=tables.blocks.device)
     decoding = tables.num_decoding
+    num_rows = tables.num_decode_rows
+    alone = rows[:num_rows]
+    if tables.decode_starts is not None:
+        alone = _owners(alone, tables.decode_starts)
     if decoding == len(tables.blocks):
-        return rows
-    later = torch.searchsorted(
-        tables.query_starts[1:], rows[decoding:] - decoding, right=True, out_int32=True
-    )
-    later = later.clamp(max=len(tables.blocks) - decoding - 1) + decoding
-    return torch.cat((rows[:decoding], later))
+        return alone
+    later = _owners(rows[num_rows:] - num_rows, tables.query_starts) + decoding
+    return torch.cat((alone, later))
+
+
+def _owners(rows: Tensor, starts: Tensor) -> Tensor:
+    owners = torch.searchsorted(starts[1:], rows, right=True, out_int32=True)
+    return owners.clamp(max=len(starts) - 2)
 
 
 def _num_seen(tables: Tables, positions: Tensor) -> Tensor:
     """Return how many keys each row of a batch sees, `[num_tokens]` int32; padding sees none."""
-    decoding = tables.num_decoding
-    alone = tables.context_lens[:decoding]
-    if decoding == len(tables.blocks):
+    num_rows = tables.num_decode_rows
+    alone = tables.context_lens[: tables.num_decoding]
+    if tables.decode_starts is not None:
+        alone = _seen(positions[:num_rows], tables.decode_starts)
+    if tables.num_decoding == len(tables.blocks):
         return alone
-    later = positions[decoding:]
-    rows = torch.arange(len(later), device=later.device)
-    seen = torch.where(rows < tables.query_starts[-1], later + 1, 0)
-    return torch.cat((alone, seen.int()))
+    return torch.cat((alone, _seen(positions[num_rows:], tables.query_starts)))
+
+
+def _seen(positions: Tensor, starts: Tensor) -> Tensor:
+    rows = torch.arange(len(positions), device=positions.device)
+    return torch.where(rows < starts[-1], positions + 1, 0).int()
 
 
 def missing_for_index(num_heads: int, head_dim: int) -> str:

@@ -25,18 +25,26 @@ from baton.kernels.hopper.attention.prefill import (
     paged_prefill_attention,
     prefill_plan,
 )
-from baton.model.layers.attention import Batch, Chunk, Expansion, Scoring, Tables
+from baton.model.layers.attention import (
+    Batch,
+    Chunk,
+    DecodeRows,
+    Expansion,
+    Scoring,
+    Tables,
+)
 
 
 class HopperAttention:
-    def __init__(self, pool: Tensor, tables: Tables, *, has_one_order: bool) -> None:
+    def __init__(
+        self, pool: Tensor, tables: Tables, decode: DecodeRows, *, has_one_order: bool
+    ) -> None:
         """Serve one step. With one order, prefill and decode give a token the same bits."""
         self._pool = pool
         self.has_one_order = has_one_order
         decoding = tables.num_decoding
         self._starts = tables.query_starts
-        self._decode_tables = tables.blocks[:decoding]
-        self._decode_lens = tables.context_lens[:decoding]
+        self._decode = decode
         self._prefill_tables = tables.blocks[decoding:]
         self._prefill_lens = tables.context_lens[decoding:]
         # By window.
@@ -69,21 +77,23 @@ class HopperAttention:
         )
 
     def decode(self, q: Tensor, layer: int, scoring: Scoring) -> Tensor:
-        """Return the attention of a token for each sequence, in the one order."""
+        """Return the attention of the rows that decode, in the one order."""
+        rows = self._decode
         window = scoring.window
         plan = self._decode_plans.get(window)
         if plan is None:
             heads = self._pool.shape[1], self._pool.shape[5]
-            plan = plan_decode(self._decode_lens, *heads, window)
+            plan = plan_decode(rows.context_lens, *heads, window, starts=rows.starts)
             self._decode_plans[window] = plan
         return one_decode_attention(
             q,
             self._pool,
             layer,
-            self._decode_tables,
-            self._decode_lens,
+            rows.blocks,
+            rows.context_lens,
             plan,
             *scoring,
+            rows.starts,
         )
 
 

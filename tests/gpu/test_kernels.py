@@ -77,6 +77,13 @@ def test_a_large_decode_batch_agrees_with_its_reference():
 
 
 @pytest.mark.parametrize("model", MODELS)
+def test_rows_of_a_sequence_have_the_bits_of_each_alone(model):
+    queries = tuple(min(length, 5) for length in LENGTHS)
+    shape = replace(MODELS[model], contexts=LENGTHS, queries=queries)
+    cases.check_decode_rows(shape, "cuda")
+
+
+@pytest.mark.parametrize("model", MODELS)
 def test_prefill_agrees_with_its_reference(model):
     cases.check_prefill(MODELS[model], "cuda")
 

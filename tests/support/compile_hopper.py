@@ -111,6 +111,9 @@ def cases() -> Cases:
             found[f"decode, heads of {head_dim}{name}"] = partial(
                 _decode, head_dim=head_dim, **options
             )
+            found[f"guesses, heads of {head_dim}{name}"] = partial(
+                _decode, head_dim=head_dim, rows=4, **options
+            )
             if options:
                 found[f"cuts, heads of {head_dim}{name}"] = partial(
                     _prefill, head_dim=head_dim, cuts=True, **options
@@ -118,12 +121,16 @@ def cases() -> Cases:
                 found[f"few, cuts, heads of {head_dim}{name}"] = partial(
                     _prefill, head_dim=head_dim, cuts=True, **few, **options
                 )
+    found["guesses, group of 3"] = partial(_decode, head_dim=128, rows=5, group=3)
     for head_dim in (80, 96, 112):
         found[f"cuts, heads of {head_dim}"] = partial(
             _prefill, head_dim=head_dim, cuts=True
         )
         found[f"decode, heads of {head_dim}"] = partial(
             _decode, head_dim=head_dim, has_sinks=True
+        )
+        found[f"guesses, heads of {head_dim}"] = partial(
+            _decode, head_dim=head_dim, rows=4, has_sinks=True
         )
     for head_dim in (64, 80, 96, 112, 256):
         found[f"head of {head_dim}"] = partial(_prefill, head_dim=head_dim)
@@ -192,11 +199,19 @@ def _latent() -> None:
 
 
 def _decode(
-    *, head_dim: int, dtype: torch.dtype = DTYPES[0], group: int = 4, **options: Any
+    *,
+    head_dim: int,
+    rows: int = 1,
+    dtype: torch.dtype = DTYPES[0],
+    group: int = 4,
+    **options: Any,
 ) -> None:
-    shape = AttentionShape((300,), (1,), 8 * group, 8, head_dim, dtype=dtype, **options)
+    shape = AttentionShape(
+        (300,), (rows,), 8 * group, 8, head_dim, dtype=dtype, **options
+    )
     case = attention_batch(shape, "cpu")
-    plan = plan_decode(case.context_lens, 8, head_dim, case.how[0])
+    starts = case.query_starts if rows > 1 else None
+    plan = plan_decode(case.context_lens, 8, head_dim, case.how[0], starts=starts)
     one_decode_attention(
         case.q,
         case.pool,
@@ -206,6 +221,7 @@ def _decode(
         plan,
         case.scale,
         *case.how,
+        starts,
     )
 
 

@@ -126,6 +126,18 @@ def cases() -> dict[str, Callable[[], object]]:
         found[f"decode bf16 {head_dim} group of 32"] = launch(
             "decode", (bf16, head_dim), group=32
         )
+    # The rows of guesses, which share a tile.
+    for dtype, head_dim, how in (
+        (bf16, 64, SINKS),
+        (bf16, 128, ()),
+        (bf16, 256, CAPS),
+        (paged.FP8, 128, ()),
+    ):
+        key = f"decode {names[dtype]} {head_dim} guesses"
+        found[key] = launch("decode", (dtype, head_dim), how, rows=4)
+        found[f"ordered {key}"] = launch(
+            "decode", (dtype, head_dim), how, ordered=True, rows=4
+        )
     for heads in (16, 20, 128):
         found[f"latent bf16 {heads}"] = partial(_latent, bf16, heads)
     return found | {
@@ -491,13 +503,16 @@ def launch(
     *,
     ordered: bool = False,
     group: int = 4,
+    rows: int = 1,
 ) -> Callable[[], None]:
     """Return a call of a kernel on CPU tensors, to be compiled and not made."""
 
     def call() -> None:
         batch = _batch(row, group)
-        kernel = _prefill if name == "prefill" else _decode
-        kernel(batch, (batch.scale, *how), ordered=ordered)
+        if name == "prefill":
+            _prefill(batch, (batch.scale, *how), ordered=ordered)
+        else:
+            _decode(batch, (batch.scale, *how), rows, ordered=ordered)
 
     return call
 
@@ -514,14 +529,15 @@ def _batch(row: Row, group: int) -> Batch:
     return dataclasses.replace(batch, pool=pool)
 
 
-def _decode(batch: Batch, how: Sequence[Any], *, ordered: bool) -> None:
+def _decode(batch: Batch, how: Sequence[Any], rows: int, *, ordered: bool) -> None:
     paged_decode_attention(
-        batch.q[:1],
+        batch.q[:rows],
         batch.pool,
         1,
         batch.block_tables,
         batch.context_lens,
         *how,
+        starts=batch.query_starts.clamp(max=rows) if rows > 1 else None,
         ordered=ordered,
     )
 

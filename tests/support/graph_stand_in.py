@@ -20,7 +20,7 @@ from baton.kernels import reference
 from baton.kernels.constants import SILU, Gate
 from baton.model.config.rope_config import Rope
 from baton.model.config.tensor_parts import share
-from baton.model.layers.attention import Batch, Chunk, Tables
+from baton.model.layers.attention import Batch, Chunk, Tables, decode_rows
 from baton.model.layers.decoder import Decoder
 from baton.model.layers.linear import Linear
 from baton.model.layers.mlp import (
@@ -214,18 +214,17 @@ class TableBackend:
         self.pool[blocks, :, layer, 0, offsets] = k
         self.pool[blocks, :, layer, 1, offsets] = v
         decoding = tables.num_decoding
-        lengths = tables.context_lens
-        out = self._attended(
-            q[:decoding], layer, tables.blocks[:decoding], lengths[:decoding]
-        )
+        decode = decode_rows(tables, 1)
+        count = tables.num_decode_rows
+        out = self._attended(q[:count], layer, decode.blocks, decode.context_lens)
         if decoding < len(tables.blocks):
-            token = torch.arange(len(q) - decoding, device=q.device)
+            token = torch.arange(len(q) - count, device=q.device)
             ends = tables.query_starts[1:]
             # Padding behind the last prompt counts as its own.
             owner = torch.searchsorted(ends, token, right=True).clamp(max=len(ends) - 1)
-            seen = lengths[decoding:][owner] - ends[owner] + token + 1
+            seen = tables.context_lens[decoding:][owner] - ends[owner] + token + 1
             blocks = tables.blocks[decoding:][owner]
-            out = torch.cat((out, self._attended(q[decoding:], layer, blocks, seen)))
+            out = torch.cat((out, self._attended(q[count:], layer, blocks, seen)))
         return out.flatten(1) if rows is None else out[rows].flatten(1)
 
     def _of_chunks(self, chunks: Sequence[Chunk]) -> Tables:

@@ -2,7 +2,8 @@
 
 It prints, as JSON, what each part of `PARTS` found that its arguments name, or `plans N`, which
 plans N random batches. `long` with a size of heads and names of `OPTIONS` compares decode over long
-contexts with its torch form. One process for all saves the imports of the others.
+contexts with its torch form, and `long guesses` with a size of heads compares rows of sequences
+with each row alone. One process for all saves the imports of the others.
 """
 
 import json
@@ -38,7 +39,7 @@ from baton.kernels.proofs import (
     ModelShapes,
 )
 from baton.model.config.latent_config import LatentConfig
-from baton.model.layers.attention import Batch, Chunk, Scoring, Tables
+from baton.model.layers.attention import Batch, Chunk, DecodeRows, Scoring, Tables
 from baton.model.layers.cuda_backend import CudaBackend
 from baton.model.layers.latent_attention import LatentWeights, make_latent
 from baton.model.layers.linear import Linear
@@ -51,6 +52,8 @@ from tools.gpu.kernel_cases import (
     AttentionShape,
     attention_batch,
     rotation_table,
+    rows_alone,
+    rows_in_tiles,
 )
 from tools.gpu.kernel_cases import (
     Batch as Case,
@@ -62,6 +65,19 @@ CACHED = st.one_of(st.just(0), st.integers(0, 1500))
 QUICK = (385, 1, 0, 129, 256, 257)
 OTHERS = (*QUICK, 700, 128, 16, 2, 127, 2048, 2049, 2177, 3000, 0, 8321)
 PROGRAMS = (7, 1, 13)
+# Contexts and their last rows, on both sides of borders of tiles, cuts and windows.
+GUESSES = ((385, 4), (1, 1), (0, 0), (130, 5), (257, 3), (20, 17))
+LONG_GUESSES = (
+    *GUESSES,
+    (258, 4),
+    (457, 16),
+    (513, 2),
+    (2050, 5),
+    (2305, 3),
+    (8194, 4),
+    (3, 3),
+)
+GROUPS = (1, 3, 4, 8, 16)
 DEEPSEEK = LatentDims(512, 128, 64, 128)
 LATENT = ModelShapes((), 16, 1, 576, 16, is_latent=True, latent=DEEPSEEK)
 # Windows begin inside a tile, inside a cut and at its border; some contexts are shorter.
@@ -316,10 +332,11 @@ def _said(proof: object, shapes: ModelShapes, *faults: str) -> str:
 def layers_beside_triton() -> dict[str, str]:
     """Return, by the name of a backend for Hopper, where its layers differ from Triton's.
 
-    The step has two sequences that decode, a chunk, padding, and a chunk of a prompt's start.
+    The step has two sequences that decode, one of them with guesses, a chunk, padding, and a chunk
+    of a prompt's start.
     """
     contexts = (33, 20, 40, 0, 9)
-    queries = (1, 1, 10, 0, 9)
+    queries = (1, 4, 10, 0, 9)
     shape = AttentionShape(contexts, queries, 4, 2, 64, dtype=torch.bfloat16)
     case = attention_batch(shape, "cpu")
     positions = torch.cat(
@@ -331,7 +348,12 @@ def layers_beside_triton() -> dict[str, str]:
     rows = torch.arange(len(queries)).repeat_interleave(torch.tensor(queries))
     slots = case.block_tables[rows, positions // 16] * 16 + positions % 16
     tables = Tables(
-        case.block_tables, case.context_lens, case.query_starts[2:] - 2, num_decoding=2
+        case.block_tables,
+        case.context_lens,
+        case.query_starts[2:] - 5,
+        num_decoding=2,
+        decode_starts=case.query_starts[:3],
+        num_more_rows=3,
     )
     batch = Batch(positions, positions, slots.long(), (), tables)
     qkv = torch.randn(
@@ -481,6 +503,7 @@ def make_small() -> None:
     one_order_proof.BORDERS = (128, 256)
     one_order_proof.LENGTHS = (130, 1, 0, 257)
     one_order_proof.PROGRAMS = (7,)
+    one_order_proof.GUESSES = (130, 257, 3)
     one_order_proof.LONG = 520
     one_order_proof.LAST = 9
     one_order_proof.CAPTURED = ((130, 30), (10, 25))
@@ -495,10 +518,78 @@ def orders_of_sums() -> dict[str, object]:
     return {"all": compare(QUICK, 64, "all")}
 
 
+def rows_together(
+    sequences: tuple[tuple[int, int], ...], group: int, head_dim: int, option: str
+) -> dict[str, object]:
+    """Return in how many outputs rows that share tiles differ from each row alone.
+
+    `sequences` have a context and a number of rows. Rows of padding give zeros.
+    """
+    contexts, counts = zip(*sequences, strict=True)
+    shape = AttentionShape(
+        contexts,
+        counts,
+        2 * group,
+        2,
+        head_dim,
+        dtype=torch.bfloat16,
+        **OPTIONS[option],
+    )
+    case = attention_batch(shape, "cpu")
+    num_rows = len(case.q)
+    owners, lens = rows_alone(shape, "cpu")
+    alone = attended(case, case.q, DecodeRows(case.block_tables[owners], lens, None), 7)
+    wanted = reference.paged_decode_attention(
+        case.q,
+        case.pool,
+        LAYER,
+        case.block_tables[owners],
+        lens,
+        case.scale,
+        *case.how,
+    )
+    assert not fault_in(alone, wanted)
+    q = torch.cat((case.q, case.q[:3]))
+    rows = rows_in_tiles(case, len(q))
+    differing = 0
+    for programs in PROGRAMS:
+        out = attended(case, q, rows, programs)
+        differing += int((out[:num_rows] != alone).sum())
+        differing += int(out[num_rows:].count_nonzero())
+    return {"compared": alone.numel(), "differing": differing, "changed": []}
+
+
+def attended(case: Case, q: Tensor, rows: DecodeRows, programs: int) -> Tensor:
+    window = case.how[0]
+    sizes = case.pool.shape[1], case.pool.shape[5]
+    lens = rows.context_lens
+    plan = plan_decode(lens, *sizes, window, programs, rows.starts)
+    return one_decode_attention(
+        q,
+        case.pool,
+        LAYER,
+        rows.blocks,
+        lens,
+        plan,
+        case.scale,
+        *case.how,
+        rows.starts,
+    )
+
+
+def rows_of_guesses() -> dict[str, object]:
+    return {
+        "four heads": rows_together(GUESSES, 4, 64, "all"),
+        "one head": rows_together(GUESSES, 1, 64, "window"),
+        "three heads": rows_together(GUESSES, 3, 128, "sinks"),
+    }
+
+
 PARTS: dict[str, Callable[[], object]] = {
     "proofs": said_by_proofs,
     "backend": layers_beside_triton,
     "orders": orders_of_sums,
+    "guesses": rows_of_guesses,
     "latent": latent_steps,
 }
 
@@ -509,6 +600,14 @@ def main() -> None:
     if sys.argv[1] == "long":
         for option in sys.argv[3:]:
             found[option] = compare(OTHERS, int(sys.argv[2]), option)
+        print(json.dumps(found))
+        return
+    if sys.argv[1] == "long guesses":
+        for group in GROUPS:
+            for option in OPTIONS:
+                found[f"{group}, {option}"] = rows_together(
+                    LONG_GUESSES, group, int(sys.argv[2]), option
+                )
         print(json.dumps(found))
         return
     make_small()

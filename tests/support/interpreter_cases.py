@@ -23,6 +23,7 @@ from tools.gpu.kernel_cases import (
     check_decode,
     check_decode_alone,
     check_decode_as_prefill,
+    check_decode_rows,
     check_fixed_product,
     check_fp8_pool,
     check_gate_mul,
@@ -56,6 +57,10 @@ def interpreter_cases() -> dict[str, Callable[[], str]]:
     # Three ordered splits, and tokens on both sides of the end of one.
     one = AttentionShape(contexts=(1060,), queries=(70,), num_heads=2, kv_heads=1)
     cut = AttentionShape(contexts=(71, 9), queries=(53, 9), num_heads=2, kv_heads=1)
+    # On both sides of the end of a split, more than a tile has, and one alone.
+    rows = AttentionShape(
+        contexts=(515, 9, 0, 1026, 1), queries=(4, 9, 0, 3, 1), num_heads=8, kv_heads=2
+    )
     # Three splits, and tiles of four tokens on both sides of the end of one.
     latent = AttentionShape(
         (1060, 5), (45, 5), num_heads=4, kv_heads=1, head_dim=40, planes=1
@@ -76,6 +81,19 @@ def interpreter_cases() -> dict[str, Callable[[], str]]:
         "decode ordered": lambda: check_decode(split, "cpu", ordered=True),
         "decode alone": lambda: check_decode_alone(
             _with(decode, contexts=(600, 3, 0, 17)), "cpu"
+        ),
+        "decode rows short": lambda: check_decode_rows(
+            _with(rows, contexts=(514, 3, 0), queries=(4, 2, 0), **caps), "cpu"
+        ),
+        "decode rows": lambda: check_decode_rows(rows, "cpu"),
+        "decode rows bf16": lambda: check_decode_rows(
+            _with(rows, dtype=bf16, head_dim=80, num_heads=5, kv_heads=1), "cpu"
+        ),
+        "decode rows, one head": lambda: check_decode_rows(
+            _with(rows, num_heads=1, kv_heads=1, window=50, has_sinks=True), "cpu"
+        ),
+        "decode rows, group of 16": lambda: check_decode_rows(
+            _with(rows, num_heads=16, kv_heads=1, **caps), "cpu"
         ),
         "prefill fp32": lambda: check_prefill(prefill, "cpu"),
         "prefill bf16 tiles": lambda: check_prefill(wide, "cpu"),

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels.constants import SILU, Gate
+from baton.model.layers.attention import DecodeRows, Tables, decode_rows
 from baton.model.sampling.sampler import Sampler, SampleRow, SamplingTensors
 from baton.protocol.sampling import Sampling
 
@@ -309,6 +310,89 @@ def check_decode_as_prefill(shape: AttentionShape, device: str, every: int) -> s
         ordered=True,
     )
     return assert_equal_bits(decoded, whole[rows])
+
+
+def check_decode_rows(shape: AttentionShape, device: str) -> str:
+    """Rows of a sequence that share tiles are right, and in one order have the bits of each alone.
+
+    Those bits are prefill's, too. Rows of padding give zeros.
+    """
+    from baton.kernels import reference
+    from baton.kernels.cuda.decode_attention import paged_decode_attention
+    from baton.kernels.cuda.prefill_attention import paged_prefill_attention
+
+    case = attention_batch(shape, device)
+    num_rows = len(case.q)
+    q = torch.cat((case.q, case.q[:2]))
+    rows = rows_in_tiles(case, len(q))
+
+    def decoded(*, ordered: bool) -> Tensor:
+        out = paged_decode_attention(
+            q,
+            case.pool,
+            LAYER,
+            rows.blocks,
+            rows.context_lens,
+            case.scale,
+            *case.how,
+            rows.starts,
+            ordered=ordered,
+        )
+        assert not out[num_rows:].any(), "the rows of padding"
+        return out[:num_rows]
+
+    call = (
+        case.q,
+        case.pool,
+        LAYER,
+        case.block_tables,
+        case.query_starts,
+        case.context_lens,
+        case.scale,
+        *case.how,
+    )
+    expected = reference.paged_prefill_attention(*call)
+    assert_close(decoded(ordered=False), expected)
+    together = decoded(ordered=True)
+    assert_close(together, expected)
+    owners, lens = rows_alone(shape, device)
+    alone = paged_decode_attention(
+        case.q,
+        case.pool,
+        LAYER,
+        case.block_tables[owners],
+        lens,
+        case.scale,
+        *case.how,
+        ordered=True,
+    )
+    assert_equal_bits(together, alone)
+    return assert_equal_bits(together, paged_prefill_attention(*call, ordered=True))
+
+
+def rows_in_tiles(case: Batch, num_rows: int) -> DecodeRows:
+    """Return the new tokens of a batch as decode attention takes them, and padding behind them."""
+    from baton.kernels.cuda.paged import rows_of_tile
+
+    count = len(case.context_lens)
+    tables = Tables(
+        case.block_tables,
+        case.context_lens,
+        case.query_starts[:0],
+        count,
+        decode_starts=case.query_starts if num_rows > count else None,
+        num_more_rows=num_rows - count,
+    )
+    return decode_rows(tables, rows_of_tile(case.q.shape[1] // case.pool.shape[1]))
+
+
+def rows_alone(shape: AttentionShape, device: str) -> tuple[Tensor, Tensor]:
+    """Return the sequence of each new token of a batch, and how many keys it sees."""
+    counts = torch.tensor(shape.queries)
+    owners = torch.arange(len(counts)).repeat_interleave(counts)
+    behind = counts.cumsum(0)[owners] - 1 - torch.arange(len(owners))
+    lens = torch.tensor(shape.contexts)[owners] - behind
+    return owners.to(device), lens.to(device, torch.int32)
 
 
 def check_latent(shape: AttentionShape, device: str, rotated: int, every: int) -> str:

@@ -5,6 +5,9 @@ one pipelined loop. While a stretch holds a head from its first cut on, the cuts
 registers; the others are stored, and a second kernel merges them in order. So the bits of a row
 depend neither on the batch nor on the number of programs. A plan is made once a step on the device,
 for all layers that see equally many keys.
+
+Rows of a sequence, such as those of guesses, share a tile of 16 rows and the loads of its keys.
+What a row does not see changes none of its bits, so a row has those that it has alone.
 """
 
 # ruff: noqa: N803, PLR0913, PLR0915, PLR0917, RUF005
@@ -22,11 +25,15 @@ from baton.kernels.cuda.paged import (
     MAX_BATCH,
     NO_WINDOW,
     SINK_FACTOR,
+    TILE_ROWS,
     check_pool,
     interpreted,
     load_blocks,
     merge,
+    new_rows,
     num_programs,
+    rows_of_tile,
+    seen_by_first,
     slot_rows,
 )
 from baton.kernels.hopper.attention.order import (
@@ -51,6 +58,8 @@ def plan_decode(
     head_dim: int,
     window: int | None = None,  # keys that a query sees, itself included
     programs: int = 0,
+    starts: Tensor
+    | None = None,  # [batch + 1] int32, as `one_decode_attention` takes it
 ) -> Tensor:
     """Return the plan of a step, int32 `[programs, 8]`.
 
@@ -61,6 +70,7 @@ def plan_decode(
     _launch_plan_decode(
         (count, 1, 1),
         context_lens,
+        starts,
         plan,
         len(context_lens),
         window or NO_WINDOW,
@@ -73,7 +83,7 @@ def plan_decode(
 
 
 def one_decode_attention(
-    q: Tensor,  # [batch, num_heads, head_dim]
+    q: Tensor,  # [num_rows, num_heads, head_dim]
     pool: Tensor,  # [num_blocks, kv_heads, num_layers, 2, block_size, head_dim]
     layer: int,
     block_tables: Tensor,  # [batch, max_blocks] int32
@@ -83,35 +93,42 @@ def one_decode_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,  # [num_heads] fp32
+    starts: Tensor | None = None,  # [batch + 1] int32
 ) -> Tensor:
-    """Return the attention of one new token per sequence over its paged context, shaped as `q`.
+    """Return the attention of the last tokens of sequences over their contexts, shaped as `q`.
 
-    A row of length 0, the padding of a captured graph, gives zeros. The workspace is `batch *
-    num_heads * cuts * (dim + 2)` floats, with as many cuts as the table has room for, or a window
-    can touch; `dim` is the head size padded to a power of 2.
+    Each sequence has one row, or those that `starts` counts, at most `paged.rows_of_tile(group)`.
+    Its context ends with the last of them. A row of length 0 and a row behind all sequences, the
+    padding of a captured graph, give zeros. The workspace is `batch * rows * num_heads * cuts *
+    (dim + 2)` floats, with as many cuts as the table has room for, or a window can touch; `dim` is
+    the head size padded to a power of 2.
     """
     check_pool(q, pool, block_tables)
-    batch, num_heads, head_dim = q.shape
+    _, num_heads, head_dim = q.shape
+    batch = len(block_tables)
     kv_heads = pool.shape[1]
     block_size = pool.shape[4]
     group = num_heads // kv_heads
     assert head_dim in HEAD_DIMS
     assert group <= MAX_GROUP
+    rows = 1 if starts is None else rows_of_tile(group)
     cuts = num_cuts(block_tables.shape[1] * block_size)
     if window is not None:
-        cuts = min(cuts, most_cuts(window))
+        cuts = min(cuts, most_cuts(window + rows - 1))
     scale_log2, cap_log2 = in_powers_of_2(scale, softcap)
     dim = next_power_of_2(head_dim)
-    parts = q.new_empty((batch, kv_heads, cuts, group, dim), dtype=torch.float32)
-    sums = q.new_empty((batch, kv_heads, cuts, group, 2), dtype=torch.float32)
+    lines = rows * group
+    parts = q.new_empty((batch, kv_heads, cuts, lines, dim), dtype=torch.float32)
+    sums = q.new_empty((batch, kv_heads, cuts, lines, 2), dtype=torch.float32)
     merged = q.new_empty((batch, kv_heads), dtype=torch.int32)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = new_rows(q, starts)
     _launch_decode(
         (len(plan), 1, 1),
         q,
         pool,
         block_tables,
         context_lens,
+        starts,
         plan,
         parts,
         sums,
@@ -130,9 +147,10 @@ def one_decode_attention(
         block_tables.stride(0),
         KV_HEADS=kv_heads,
         GROUP=group,
+        LINES=lines,
         HEAD_DIM=head_dim,
         DIM=dim,
-        ROWS=max(16, next_power_of_2(group)),
+        ROWS=TILE_ROWS,
         KEYS=tile_keys(head_dim),
         BLOCK_SIZE=block_size,
         WINDOWED=window is not None,
@@ -144,8 +162,9 @@ def one_decode_attention(
     )
     if cuts > 1:
         _launch_merge_cuts(
-            (batch * kv_heads, 1, 1),
+            (batch * kv_heads, rows, 1),
             context_lens,
+            starts,
             parts,
             sums,
             merged,
@@ -155,6 +174,7 @@ def one_decode_attention(
             window or NO_WINDOW,
             KV_HEADS=kv_heads,
             GROUP=group,
+            LINES=lines,
             GROUP_ROWS=next_power_of_2(group),
             HEAD_DIM=head_dim,
             DIM=dim,
@@ -172,25 +192,25 @@ def _tiles(length: tl.tensor, KEYS: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _first_tile(
-    length: tl.tensor,
+    least: tl.tensor,
     window: tl.tensor,
     KEYS: tl.constexpr,
     WINDOWED: tl.constexpr,
 ) -> tl.tensor:
-    """Return the first tile that a context's last token sees."""
+    """Return the first tile that the first row of a context sees, before whose end `least` are."""
     if WINDOWED:
-        return tl.maximum(length - window, 0) // KEYS
+        return tl.maximum(least - window, 0) // KEYS
     else:
-        return length * 0
+        return least * 0
 
 
 @triton.jit
 def _cut_within(
-    key: tl.tensor, length: tl.tensor, window: tl.tensor, WINDOWED: tl.constexpr
+    key: tl.tensor, least: tl.tensor, window: tl.tensor, WINDOWED: tl.constexpr
 ) -> tl.tensor:
-    """Return the number of a key's cut among those that a context's last token sees."""
+    """Return the number of a key's cut among those that the rows of a context see."""
     if WINDOWED:
-        return cut_of(key) - cut_of(tl.maximum(length - window, 0))
+        return cut_of(key) - cut_of(tl.maximum(least - window, 0))
     else:
         return cut_of(key)
 
@@ -200,6 +220,7 @@ def _first_cut(
     at: tl.tensor,
     row: tl.tensor,
     lens: tl.tensor,
+    leasts: tl.tensor,
     ends: tl.tensor,
     window: tl.tensor,
     KV_HEADS: tl.constexpr,
@@ -213,7 +234,8 @@ def _first_cut(
     sequence = tl.sum(before.to(tl.int32), 0)
     base = tl.max(tl.where(before, ends, 0), 0)
     length = tl.sum(tl.where(row == sequence, lens, 0), 0)
-    first = _first_tile(length, window, KEYS, True)
+    least = tl.sum(tl.where(row == sequence, leasts, 0), 0)
+    first = _first_tile(least, window, KEYS, True)
     end = _tiles(length, KEYS)
     head = (at - base) // (end - first)
     tile = first + (at - base) % (end - first)
@@ -225,16 +247,17 @@ def _first_cut(
     over = turn & (head == KV_HEADS - 1)
     sequence = tl.where(over, sequence + 1, sequence)
     head = tl.where(turn, tl.where(over, 0, head + 1), head)
-    after = tl.sum(tl.where(row == sequence, lens, 0), 0)
+    after = tl.sum(tl.where(row == sequence, leasts, 0), 0)
     tile = tl.where(turn, _first_tile(after, window, KEYS, True), next_cut)
     return there, sequence, head, tile
 
 
 # Counts are not specialised, because variants for 1 and for multiples of 16 would be compiled
 # during service.
-@triton.jit(do_not_specialize=["batch", "len_ptr", "window"])
+@triton.jit(do_not_specialize=["batch", "len_ptr", "start_ptr", "window"])
 def _plan_decode_kernel(
     len_ptr: tl.tensor,
+    start_ptr: tl.tensor | None,
     plan_ptr: tl.tensor,
     batch: tl.tensor,
     window: tl.tensor,
@@ -244,25 +267,31 @@ def _plan_decode_kernel(
 ) -> None:
     """Write the stretch of a program: sequence, KV head, first tile, number of tiles, two lengths.
 
-    As many programs take part as have whole rounds of cuts to do.
+    Behind them are the first row of the sequence and that of the next, if they have several. As
+    many programs take part as have whole rounds of cuts to do.
     """
     program = tl.program_id(0)
     row = tl.arange(0, MAX_BATCH)
     is_live = row < batch
     lens = tl.load(len_ptr + row, mask=is_live, other=0)
     tiles = _tiles(lens, KEYS)
-    cuts = _cut_within(tl.maximum(lens, 1) - 1, lens, window, True) + 1
+    leasts = lens
+    if start_ptr is not None:
+        begins = tl.load(start_ptr + row, mask=is_live, other=0)
+        stops = tl.load(start_ptr + row + 1, mask=is_live, other=0)
+        leasts = seen_by_first(lens, begins, stops)
+    cuts = _cut_within(tl.maximum(lens, 1) - 1, leasts, window, True) + 1
     cuts = tl.sum(tl.where(is_live, cuts, 0), 0) * KV_HEADS
-    tiles -= _first_tile(lens, window, KEYS, True)
+    tiles -= _first_tile(leasts, window, KEYS, True)
     programs = tl.cdiv(cuts, tl.cdiv(cuts, tl.num_programs(0)))
     ends = tl.cumsum(tl.where(is_live, tiles * KV_HEADS, 0), 0)
     total = tl.max(ends, 0).to(tl.int64)
     first = (tl.minimum(program, programs) * total // programs).to(tl.int32)
     last = (tl.minimum(program + 1, programs) * total // programs).to(tl.int32)
     at, sequence, head, tile = _first_cut(
-        first, row, lens, ends, window, KV_HEADS, KEYS
+        first, row, lens, leasts, ends, window, KV_HEADS, KEYS
     )
-    stop, _, _, _ = _first_cut(last, row, lens, ends, window, KV_HEADS, KEYS)
+    stop, _, _, _ = _first_cut(last, row, lens, leasts, ends, window, KV_HEADS, KEYS)
     to = plan_ptr + program * 8
     tl.store(to, sequence)
     tl.store(to + 1, head)
@@ -272,6 +301,10 @@ def _plan_decode_kernel(
     tl.store(to + 4, tl.load(len_ptr + sequence, mask=sequence < batch, other=0))
     after = sequence + 1
     tl.store(to + 5, tl.load(len_ptr + after, mask=after < batch, other=0))
+    if start_ptr is not None:
+        is_there = sequence < batch
+        tl.store(to + 6, tl.load(start_ptr + sequence, mask=is_there, other=0))
+        tl.store(to + 7, tl.load(start_ptr + after, mask=is_there, other=0))
 
 
 _launch_plan_decode = Launcher(_plan_decode_kernel)
@@ -289,6 +322,41 @@ def _within(
 
 
 @triton.jit
+def _rows_of(
+    start_ptr: tl.tensor, sequence: tl.tensor, batch: tl.tensor
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the first row of a sequence, and that of the next."""
+    is_there = sequence < batch
+    begin = tl.load(start_ptr + sequence, mask=is_there, other=0)
+    return begin, tl.load(start_ptr + sequence + 1, mask=is_there, other=0)
+
+
+@triton.jit
+def _load_rows(
+    q_ptr: tl.tensor,
+    begin: tl.tensor,
+    stop: tl.tensor,
+    head: tl.tensor,
+    stride_q: tl.tensor,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> tl.tensor:
+    """Return the queries of rows `begin:stop` of a KV head."""
+    d = tl.arange(0, DIM)
+    # The compiler keeps registers for what does not depend on `begin`.
+    line = begin * GROUP + tl.arange(0, ROWS)
+    q_at = q_ptr + (line // GROUP).to(tl.int64) * stride_q
+    q_at += (head * GROUP + line % GROUP) * HEAD_DIM
+    return tl.load(
+        q_at[:, None] + d[None, :],
+        mask=_within(line < stop * GROUP, d, HEAD_DIM, DIM),
+        other=0.0,
+    )
+
+
+@triton.jit
 def _store_part(
     part_ptr: tl.tensor,
     sum_ptr: tl.tensor,
@@ -296,13 +364,13 @@ def _store_part(
     m: tl.tensor,
     norm: tl.tensor,
     acc: tl.tensor,
-    GROUP: tl.constexpr,
+    LINES: tl.constexpr,
     DIM: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
     r = tl.arange(0, ROWS)
-    is_head = r < GROUP
-    line = part * GROUP + r
+    is_head = r < LINES
+    line = part * LINES + r
     here = part_ptr + line[:, None] * DIM + tl.arange(0, DIM)[None, :]
     tl.store(here, acc, mask=is_head[:, None])
     tl.store(sum_ptr + 2 * line, m, mask=is_head)
@@ -359,6 +427,7 @@ def _shares(
         "stride_table",
         "table_ptr",
         "len_ptr",
+        "start_ptr",
     ]
 )
 def _decode_kernel(
@@ -366,6 +435,7 @@ def _decode_kernel(
     pool_ptr: tl.tensor,
     table_ptr: tl.tensor,
     len_ptr: tl.tensor,
+    start_ptr: tl.tensor | None,
     plan_ptr: tl.tensor,
     part_ptr: tl.tensor,
     sum_ptr: tl.tensor,
@@ -384,6 +454,7 @@ def _decode_kernel(
     stride_table: tl.tensor,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    LINES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     ROWS: tl.constexpr,
@@ -405,9 +476,13 @@ def _decode_kernel(
     r = tl.arange(0, ROWS)
     d = tl.arange(0, DIM)
     i = tl.arange(0, KEYS)
-    is_head = r < GROUP
+    is_head = r < LINES
+    # How many keys the first row of the sequence sees.
+    least = length
+    if start_ptr is not None:
+        least = seen_by_first(length, tl.load(at + 6), tl.load(at + 7))
     # Whether another program has the beginning of the first head, and this one its last tile here.
-    is_late = t != _first_tile(length, window, KEYS, WINDOWED)
+    is_late = t != _first_tile(least, window, KEYS, WINDOWED)
     stays = count <= _tiles(length, KEYS) - t
     # Whether this program has the present head from its first cut on.
     is_whole = ~is_late
@@ -418,13 +493,17 @@ def _decode_kernel(
         BLOCK_SIZE,
         KEYS,
     )
-    q_at = q_ptr + r[:, None] * HEAD_DIM + d[None, :]
-    of_head = _within(is_head, d, HEAD_DIM, DIM)
-    q = tl.load(
-        q_at + (sequence.to(tl.int64) * stride_q + head * GROUP * HEAD_DIM),
-        mask=of_head,
-        other=0.0,
-    )
+    if start_ptr is not None:
+        begin, stop = _rows_of(start_ptr, sequence, batch)
+        q = _load_rows(q_ptr, begin, stop, head, stride_q, GROUP, HEAD_DIM, DIM, ROWS)
+    else:
+        q_at = q_ptr + r[:, None] * HEAD_DIM + d[None, :]
+        of_head = _within(is_head, d, HEAD_DIM, DIM)
+        q = tl.load(
+            q_at + (sequence.to(tl.int64) * stride_q + head * GROUP * HEAD_DIM),
+            mask=of_head,
+            other=0.0,
+        )
     m = tl.full((ROWS,), float("-inf"), tl.float32)
     norm = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, DIM), tl.float32)
@@ -436,7 +515,7 @@ def _decode_kernel(
         start = t * KEYS
         live = start + i < length
         if WINDOWED:
-            live = live & (start + i >= length - window)
+            live = live & (start + i >= least - window)
         rows = slot_rows(blocks, start, stride_block, BLOCK_SIZE, HEAD_DIM, KEYS)
         here = pool_ptr + (head.to(tl.int64) * stride_head + layer_offset)
         here = here + rows[:, None] + d[None, :]
@@ -445,7 +524,7 @@ def _decode_kernel(
         v = tl.load(here + BLOCK_SIZE * HEAD_DIM, mask=loaded, other=0.0)
         opens = (t & cut_mask(t, KEYS)) == 0
         if WINDOWED:
-            opens = opens | (t == _first_tile(length, window, KEYS, WINDOWED))
+            opens = opens | (t == _first_tile(least, window, KEYS, WINDOWED))
         closes = (t + 1 == end) | (((t + 1) & cut_mask(t + 1, KEYS)) == 0)
         if UPCAST:
             k = k.to(tl.float32)
@@ -455,7 +534,13 @@ def _decode_kernel(
         if CAPPED:
             s = _capped(s, scale_log2, cap_log2, UPCAST)
             factor = tl.full((), 1.0, tl.float32)
-        s = tl.where(live[None, :], s, float("-inf"))
+        seen = live[None, :]
+        if start_ptr is not None:
+            own = tl.minimum(least + r // GROUP, length)
+            seen = (start + i)[None, :] < own[:, None]
+            if WINDOWED:
+                seen = seen & ((start + i)[None, :] >= (own - window)[:, None])
+        s = tl.where(seen, s, float("-inf"))
         m = tl.where(opens, float("-inf"), m)
         m_new = tl.maximum(m, tl.max(s, 1) * factor)
         top = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -468,7 +553,7 @@ def _decode_kernel(
         m = m_new
         if closes:
             line = sequence.to(tl.int64) * KV_HEADS + head
-            cut = _cut_within(t * KEYS, length, window, WINDOWED)
+            cut = _cut_within(t * KEYS, least, window, WINDOWED)
             if is_whole:
                 is_first = cut == 0
                 m_all, norm_all, acc_all = merge(
@@ -481,9 +566,18 @@ def _decode_kernel(
                 )
                 if t + 1 == end:
                     heads = head * GROUP + r
+                    if start_ptr is not None:
+                        heads = head * GROUP + r % GROUP
                     result = _shares(m_all, norm_all, acc_all, sink_ptr, heads, is_head)
                     result = result.to(out_ptr.dtype.element_ty)
-                    to = out_ptr + (line * GROUP + r)[:, None] * HEAD_DIM + d[None, :]
+                    to_row = line * GROUP + r
+                    if start_ptr is not None:
+                        begin, stop = _rows_of(start_ptr, sequence, batch)
+                        to_row = (begin + r // GROUP).to(tl.int64) * (KV_HEADS * GROUP)
+                        to_row += heads
+                        is_row = r < (stop - begin) * GROUP
+                        of_head = _within(is_row, d, HEAD_DIM, DIM)
+                    to = out_ptr + to_row[:, None] * HEAD_DIM + d[None, :]
                     tl.store(to, result, mask=of_head)
                     tl.store(merged_ptr + line, cut + 1)
             else:
@@ -494,7 +588,7 @@ def _decode_kernel(
                     m,
                     norm,
                     acc,
-                    GROUP,
+                    LINES,
                     DIM,
                     ROWS,
                 )
@@ -506,13 +600,22 @@ def _decode_kernel(
         after = sequence + 1
         following = tl.load(len_ptr + after, mask=after < batch, other=0)
         is_whole = is_whole | turn
+        least = length
+        if start_ptr is not None:
+            begin, stop = _rows_of(start_ptr, sequence, batch)
+            least = seen_by_first(length, begin, stop)
         if turn:
-            q = tl.load(
-                q_at + (sequence.to(tl.int64) * stride_q + head * GROUP * HEAD_DIM),
-                mask=of_head & (sequence < batch),
-                other=0.0,
-            )
-        t = tl.where(turn, _first_tile(length, window, KEYS, WINDOWED), t + 1)
+            if start_ptr is not None:
+                q = _load_rows(
+                    q_ptr, begin, stop, head, stride_q, GROUP, HEAD_DIM, DIM, ROWS
+                )
+            else:
+                q = tl.load(
+                    q_at + (sequence.to(tl.int64) * stride_q + head * GROUP * HEAD_DIM),
+                    mask=of_head & (sequence < batch),
+                    other=0.0,
+                )
+        t = tl.where(turn, _first_tile(least, window, KEYS, WINDOWED), t + 1)
         blocks = load_blocks(
             table_ptr + sequence.to(tl.int64) * stride_table,
             t * KEYS,
@@ -521,9 +624,9 @@ def _decode_kernel(
             KEYS,
         )
     # Of a head that others finish, the cuts so far are merged and take the room of their last.
-    if (t != _first_tile(length, window, KEYS, WINDOWED)) & ~(is_late & stays):
+    if (t != _first_tile(least, window, KEYS, WINDOWED)) & ~(is_late & stays):
         line = sequence.to(tl.int64) * KV_HEADS + head
-        num_merged = _cut_within(t * KEYS, length, window, WINDOWED)
+        num_merged = _cut_within(t * KEYS, least, window, WINDOWED)
         _store_part(
             part_ptr,
             sum_ptr,
@@ -531,7 +634,7 @@ def _decode_kernel(
             m_all,
             norm_all,
             acc_all,
-            GROUP,
+            LINES,
             DIM,
             ROWS,
         )
@@ -548,11 +651,12 @@ def _load_part(
     part: tl.tensor,
     live: tl.tensor,
     GROUP: tl.constexpr,
+    LINES: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     DIM: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     g = tl.arange(0, GROUP_ROWS)
-    line = part * GROUP + g
+    line = part * LINES + g
     live = live & (g < GROUP)
     here = part_ptr + line[:, None] * DIM + tl.arange(0, DIM)[None, :]
     m = tl.load(sum_ptr + 2 * line, mask=live, other=float("-inf"))
@@ -560,9 +664,10 @@ def _load_part(
     return m, norm, tl.load(here, mask=live[:, None], other=0.0)
 
 
-@triton.jit(do_not_specialize=["cuts", "window", "len_ptr"])
+@triton.jit(do_not_specialize=["cuts", "window", "len_ptr", "start_ptr"])
 def _merge_cuts_kernel(
     len_ptr: tl.tensor,
+    start_ptr: tl.tensor | None,
     part_ptr: tl.tensor,
     sum_ptr: tl.tensor,
     merged_ptr: tl.tensor,
@@ -572,15 +677,28 @@ def _merge_cuts_kernel(
     window: tl.tensor,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    LINES: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     WINDOWED: tl.constexpr,
 ) -> None:
-    """Merge the cuts of a KV head in order, where no single program has all of them."""
+    """Merge the cuts of a row's KV head in order, where no single program has all of them."""
     line = tl.program_id(0)
     length = tl.load(len_ptr + line // KV_HEADS)
-    count = _cut_within(tl.maximum(length, 1) - 1, length, window, WINDOWED) + 1
+    least = length
+    to_line = line
+    if start_ptr is not None:
+        row = tl.program_id(1)
+        begin = tl.load(start_ptr + line // KV_HEADS)
+        stop = tl.load(start_ptr + line // KV_HEADS + 1)
+        if row >= stop - begin:
+            return
+        least = seen_by_first(length, begin, stop)
+        to_line = (begin + row) * KV_HEADS + line % KV_HEADS
+        part_ptr += row * GROUP * DIM
+        sum_ptr += row * GROUP * 2
+    count = _cut_within(tl.maximum(length, 1) - 1, least, window, WINDOWED) + 1
     merged = tl.load(merged_ptr + line)
     if merged == count:
         return
@@ -600,6 +718,7 @@ def _merge_cuts_kernel(
                 first + cut + n,
                 cut + n < count,
                 GROUP,
+                LINES,
                 GROUP_ROWS,
                 DIM,
             )
@@ -610,7 +729,7 @@ def _merge_cuts_kernel(
     heads = line % KV_HEADS * GROUP + g
     result = _shares(m, norm, acc, sink_ptr, heads, is_head)
     result = result.to(out_ptr.dtype.element_ty)
-    to = out_ptr + (line.to(tl.int64) * GROUP + g)[:, None] * HEAD_DIM + d[None, :]
+    to = out_ptr + (to_line.to(tl.int64) * GROUP + g)[:, None] * HEAD_DIM + d[None, :]
     tl.store(to, result, mask=_within(is_head, d, HEAD_DIM, DIM))
 
 

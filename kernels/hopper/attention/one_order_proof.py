@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from baton.kernels.cuda.paged import rows_of_tile
 from baton.kernels.hopper.attention import prefill_proof
 from baton.kernels.hopper.attention.cases import (
     LAYER,
@@ -39,6 +40,9 @@ LAST = 90
 BORDERS = (1, 64, 128, 192, 256, 384, 512, 1024, 2048, 2304, 2560, PROMPT)
 LENGTHS = (700, 1, 0, 129, 2049, 257, 16)
 PROGRAMS = (1, 7, 131, 1000)
+# Contexts of sequences with guesses, which end around borders. Their rows fill a tile, if a few
+# heads share it, or leave rows of it unused.
+GUESSES = (256, 2050, 1026, 131, 2304, 3)
 # Contexts and queries of chunks for which a step is captured, and with which it is replayed.
 CAPTURED = ((500, 69, 300), (100, 69, 300))
 REPLAYED = ((700, 129, 300), (300, 129, 40))
@@ -74,6 +78,8 @@ def _fault_of(shapes: ModelShapes, window: int | None, device: str) -> str:
         return f"decode of contexts {lengths}: {fault}"
     if fault := _replay_fault(batch, shapes, window):
         return f"a replayed step: {fault}"
+    if fault := _rows_fault(shapes, window, device):
+        return f"rows of contexts {GUESSES}: {fault}"
     prompt = attention_case(shapes, (PROMPT,), (PROMPT,), device)
     near = {border + step for border in borders for step in (-2, -1, 0, 1)}
     near = {position for position in near if 0 <= position < PROMPT}
@@ -110,6 +116,35 @@ def _decode_fault(batch: AttentionCase, window: int | None) -> str:
         other = _decode(batch, q[rows], batch.block_tables[rows], lens[rows], window)
         if fault := difference(other, out[rows]):
             return f"other bits in a batch of rows {rows} in {fault}"
+    return ""
+
+
+def _rows_fault(shapes: ModelShapes, window: int | None, device: str) -> str:
+    """Return how rows of a sequence that share a tile differ from each of them alone."""
+    most = rows_of_tile(shapes.num_heads // shapes.kv_heads)
+    if most == 1:
+        return ""  # none do
+    counts = [1 + number % most for number in range(len(GUESSES))][::-1]
+    counts = [min(count, length) for count, length in zip(counts, GUESSES, strict=True)]
+    batch = attention_case(shapes, GUESSES, counts, device)
+    lens = batch.context_lens
+    starts = batch.query_starts
+    num_rows = sum(counts)
+    alone = torch.tensor(counts, device=lens.device)
+    owners = torch.arange(len(counts), device=lens.device).repeat_interleave(alone)
+    behind = starts[1:][owners] - 1 - torch.arange(num_rows, device=lens.device)
+    seen = (lens[owners] - behind).int()
+    tables = batch.block_tables
+    wanted = _decode(batch, batch.q[:num_rows], tables[owners], seen, window)
+    positions = (seen - 1).tolist()
+    if fault := fault_in(wanted, batch.expected(range(num_rows), positions, window)):
+        return fault
+    for programs in (0, *PROGRAMS):
+        out = _decode(batch, batch.q, tables, lens, window, programs, starts)
+        if fault := difference(out[:num_rows], wanted):
+            return f"other bits than alone with {programs} programs in {fault}"
+        if out[num_rows:].any():
+            return "a row of padding is not zero"
     return ""
 
 
@@ -190,18 +225,19 @@ def _order_fault(
     return ""
 
 
-def _decode(
+def _decode(  # noqa: PLR0913, PLR0917  (what the launchers take)
     case: AttentionCase,
     q: Tensor,
     tables: Tensor,
     lens: Tensor,
     window: int | None,
     programs: int = 0,
+    starts: Tensor | None = None,
 ) -> Tensor:
     how = window, case.softcap, case.sinks
     with torch.inference_mode():
         heads = case.pool.shape[1], case.pool.shape[5]
-        plan = plan_decode(lens, *heads, window, programs)
+        plan = plan_decode(lens, *heads, window, programs, starts)
         return one_decode_attention(
-            q, case.pool, LAYER, tables, lens, plan, case.scale, *how
+            q, case.pool, LAYER, tables, lens, plan, case.scale, *how, starts
         )

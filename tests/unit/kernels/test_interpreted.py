@@ -16,6 +16,7 @@ pytestmark = pytest.mark.timeout(300)
 QUICK = (
     "caps and sinks short",
     "decode fp32 splits",
+    "decode rows short",
     "prefill fp32",
     "rope fp32 norm",
     "norm fp32",

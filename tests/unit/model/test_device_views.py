@@ -6,14 +6,22 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 
-from baton.model.layers.attention import Chunk, Tables, WideHeads, within
+from baton.model.layers.attention import (
+    Chunk,
+    Tables,
+    WideHeads,
+    decode_rows,
+    within,
+)
 from baton.model.layers.device_views import tables_of_pieces, tables_within
 from tests.support.depth import nightly
 
 SIZE, BLOCK_SIZE = 8, 4
 
 
-def tables_of(chunks: list[Chunk], num_decoding: int, num_padded: int = 0) -> Tables:
+def tables_of(
+    chunks: list[Chunk], num_decoding: int, num_padded: int = 0, num_more_rows: int = 0
+) -> Tables:
     """As a step's inputs say it; padding has no rows, and what its table says means nothing."""
     width = max(len(one.block_table) for one in chunks)
     blocks = torch.full((len(chunks) + num_padded, width), -7, dtype=torch.int32)
@@ -22,11 +30,16 @@ def tables_of(chunks: list[Chunk], num_decoding: int, num_padded: int = 0) -> Ta
     lens = [one.end for one in chunks] + [0] * num_padded
     longer = [one.length for one in chunks[num_decoding:]] + [0] * num_padded
     starts = list(accumulate(longer, initial=0)) if longer else []
+    counts = [one.length for one in chunks[:num_decoding]]
+    has_more_rows = max(counts, default=1) > 1
     return Tables(
         blocks,
         torch.tensor(lens, dtype=torch.int32),
         torch.tensor(starts, dtype=torch.int32),
         num_decoding,
+        None,
+        torch.tensor([0, *accumulate(counts)]).int() if has_more_rows else None,
+        num_more_rows + sum(counts) - num_decoding,
     )
 
 
@@ -34,7 +47,10 @@ def parts_of(tables: Tables) -> list[tuple[int, int, tuple[int, ...]]]:
     """The rows and the end of each sequence that has any, and its blocks up to there."""
     decoding = tables.num_decoding
     starts = tables.query_starts.tolist()
-    lengths = [1] * decoding + [b - a for a, b in pairwise(starts)]
+    lengths = [1] * decoding
+    if tables.decode_starts is not None:
+        lengths = [b - a for a, b in pairwise(tables.decode_starts.tolist())]
+    lengths += [b - a for a, b in pairwise(starts)]
     return [
         (length, end, tuple(blocks[: -(-end // BLOCK_SIZE)]))
         for length, end, blocks in zip(
@@ -48,10 +64,13 @@ def parts_of(tables: Tables) -> list[tuple[int, int, tuple[int, ...]]]:
 def test_rows_within_chunks_are_those_that_the_host_names(seed):
     luck = random.Random(seed)
     num_decoding = luck.randint(0, 3)
+    most_decoded = luck.choice((1, 3, SIZE + 2))
     chunks: list[Chunk] = []
     row = 0
     for number in range(num_decoding + luck.randint(0 if num_decoding else 1, 3)):
-        length = 1 if number < num_decoding else luck.randint(1, 3 * SIZE)
+        length = luck.randint(1, 3 * SIZE)
+        if number < num_decoding:
+            length = luck.choice((1, most_decoded))
         start = luck.randint(0, 4 * SIZE)
         num_blocks = -(-(start + length) // BLOCK_SIZE)
         table = tuple(luck.sample(range(100), num_blocks))
@@ -72,6 +91,48 @@ def test_rows_within_chunks_are_those_that_the_host_names(seed):
     assert found.context_lens.max() <= SIZE
     rows = sum(one.length for one in chunks[num_decoding:])
     assert not len(found.query_starts) or found.query_starts[-1] == rows
+    assert found.num_decode_rows == row - rows
+
+
+@pytest.mark.parametrize("seed", [*range(20), *map(nightly, range(20, 200))])
+def test_pieces_of_rows_that_decode_have_each_row_once_with_its_keys(seed):
+    luck = random.Random(seed)
+    chunks: list[Chunk] = []
+    row = 0
+    for _ in range(luck.randint(1, 5)):
+        length = luck.choice((1, 1, 2, 4, 5, 9))
+        start = luck.randint(0, 4 * SIZE)
+        blocks = tuple(luck.sample(range(100), -(-(start + length) // BLOCK_SIZE)))
+        chunks.append(Chunk(row, start, length, blocks))
+        row += length
+    num_padded = luck.randint(0, 9)
+    tables = tables_of(chunks, len(chunks), 0, num_padded)
+    most = luck.choice((1, 2, 4, 16))
+    found = decode_rows(tables, most)
+    count = len(chunks) + (row + num_padded - len(chunks)) // most
+    if tables.decode_starts is None:
+        count = len(chunks)
+    starts = range(count + 1) if found.starts is None else found.starts.tolist()
+    seen = []
+    for (first, end), length, blocks in zip(
+        pairwise(starts),
+        found.context_lens.tolist(),
+        found.blocks.tolist(),
+        strict=True,
+    ):
+        own = range(first, end) if length else ()
+        assert len(own) <= most
+        seen += [(one, length - end + 1 + one, tuple(blocks)) for one in own]
+    width = tables.blocks.shape[1]
+    assert seen == [
+        (
+            one.row + step,
+            one.start + step + 1,
+            (one.block_table + (-7,) * width)[:width],
+        )
+        for one in chunks
+        for step in range(one.length)
+    ]
 
 
 def test_a_captured_step_has_as_many_sequences_whatever_its_rows_are():
