@@ -115,18 +115,19 @@ def decode_rows(tables: Tables, most: int) -> DecodeRows:
     if starts is None:
         return DecodeRows(blocks, lens, None)
     counts = (starts[1:] - starts[:-1] + most - 1) // most
-    ends = counts.cumsum(0)
+    ends = counts.cumsum(0, dtype=starts.dtype)
     numbers = torch.arange(
         decoding + tables.num_more_rows // most, dtype=ends.dtype, device=lens.device
     )
-    owners = torch.searchsorted(ends, numbers, right=True).clamp(max=decoding - 1)
+    owners = torch.searchsorted(ends, numbers, right=True, out_int32=True)
+    owners = owners.clamp(max=decoding - 1)
     last = starts[1:][owners]
     firsts = starts[:-1][owners] + (numbers - ends[owners] + counts[owners]) * most
     stops = torch.minimum(firsts + most, last)
     seen = (lens[owners] - (last - stops)).where(numbers < ends[-1], 0)
     if most > 1:
-        starts = torch.cat((torch.minimum(firsts, last), starts[-1:])).int()
-    return DecodeRows(blocks[owners], seen.int(), starts if most > 1 else None)
+        starts = torch.cat((torch.minimum(firsts, last), starts[-1:]))
+    return DecodeRows(blocks[owners], seen, starts if most > 1 else None)
 
 
 @dataclass(slots=True, frozen=True)

@@ -134,7 +134,7 @@ class CudaBackend:
         parts: list[Tensor] = []
         tables = view.tables
         rows_of_decode = tables.num_decode_rows
-        if tables.num_decoding:
+        if rows_of_decode:
             parts.append(self._decode(q[:rows_of_decode], layer, view))
         if tables.num_decoding < len(tables.blocks):
             parts.append(self._prefill(q[rows_of_decode:], layer, view))

@@ -288,7 +288,7 @@ def prepare(runner: Runner, buckets: Sequence[Bucket], progress: Progress) -> No
 
 
 def warm_up(runner: Runner) -> None:
-    """Compute prompts of two and of more tokens, a token again, and one of the longest context.
+    """Compute prompts of two and of more tokens, a token again, and the last of a long context.
 
     This compiles every kernel, including the one that merges the splits of long contexts, for both
     tiles of prefill attention. A head drafts behind single tokens. All stores go to block 0, which
@@ -307,6 +307,7 @@ def warm_up(runner: Runner) -> None:
         (0, many, -(-many // size)),
         (1, 1, 1),
         (longest, 1, num_blocks),
+        (longest, 2, num_blocks),
     ):
         part = Slice(
             key,
@@ -319,7 +320,7 @@ def warm_up(runner: Runner) -> None:
             2,
             past=(),
             state=_state_of(runner),
-            num_drafts=2 if runner.drafter is not None and length == 1 else None,
+            num_drafts=2 if runner.drafter is not None and start else None,
         )
         runner.execute(StepPlan(start, (part,)))
 
@@ -335,6 +336,7 @@ def idle_slice(
     num_drafts = num_guesses if runner.drafter is not None else None
     num_ahead = 0 if num_guesses is None else 1 + 2 * num_guesses
     num_blocks = -(-(start + length + num_ahead) // runner.cache.pool.shape[4])
+    num_prompt_tokens = start + (length if num_guesses is None else 1)
     length += num_guesses or 0
     return Slice(
         Key(RequestId(name)),
@@ -344,7 +346,7 @@ def idle_slice(
         (0,) * num_blocks,
         (0,),
         sampling,
-        start + length,
+        num_prompt_tokens,
         num_guesses=num_guesses or 0,
         state=_state_of(runner),
         num_drafts=num_drafts,

@@ -271,24 +271,28 @@ class HeadRows:
         self.counts.append(len(ids))
         self.lengths.append(start + len(ids))
 
-    def pad(self, num_rows: int, num_sequences: int) -> None:
+    def pad(self, num_rows: int, num_sequences: int, count: int) -> None:
+        """Add padding, up to so many rows and sequences, of which each counts `count` rows."""
         rows = num_rows - len(self.ids)
         self.ids += [0] * rows
         self.positions += [0] * rows
         self.slots += [-1] * rows
         self.before += [NO_STATE] * rows
         sequences = num_sequences - len(self.sequences)
+        self.counts += [count] * sequences
         self.lengths += [0] * sequences
         idle = (0, 0, 0, 0, *[NO_GUESS] * self.num_guesses)
         self.sequences += [idle] * sequences
 
-    def starts(self, num_decoding: int, num_sequences: int) -> list[int]:
-        """Return the `Tables.query_starts` of the sequences behind the first `num_decoding`."""
-        if num_decoding == num_sequences:
-            return []
-        counts = self.counts[num_decoding:]
-        counts += [0] * (num_sequences - num_decoding - len(counts))
-        return [0, *accumulate(counts)]
+    def starts(self, num_decoding: int) -> tuple[list[int], list[int]]:
+        """Return `query_starts` and `decode_starts` of `Tables`; without any, empty ones."""
+        decode = self.counts[:num_decoding]
+        others = self.counts[num_decoding:]
+        has_more_rows = any(count != 1 for count in decode)
+        return (
+            [*accumulate(others, initial=0)] if others else [],
+            [*accumulate(decode, initial=0)] if has_more_rows else [],
+        )
 
 
 class DeviceDrafter:

@@ -8,7 +8,7 @@ padded to a bucket, so that all steps of that bucket have their inputs at the sa
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import numpy as np
@@ -56,6 +56,10 @@ FEW_TOKENS = 16
 # Tokens of a step that takes less time than its launches, however much of it is padding. Of a
 # larger one, at most an eighth is.
 PADDED_FREELY = 512
+# Rows of a sequence that go through decode attention: a token, 16 guesses, and as many that a state
+# goes through again. More would read a context too often there. Its kernels take so many of all.
+DECODE_ROWS = 34
+ALL_DECODE_ROWS = 512
 IDLE_SAMPLE = SampleRow(Sampling(seed=0, max_tokens=1, temperature=0.0), 0, 0, 1)
 
 NUMPY: dict[torch.dtype, type[np.int64 | np.int32 | np.float64]] = {
@@ -106,16 +110,26 @@ class PackedWords:
 
 
 class Bucket(NamedTuple):
-    """The sizes to which a step is padded. Those of a decode step are equal."""
+    """The sizes to which a step is padded. Those of a decode step without guesses are equal."""
 
     num_tokens: int
     num_sequences: int
-    samples_all: bool = False  # every token, as of sequences with guesses
+    samples_all: bool = False  # every token, as of sequences that decode with guesses
     num_drafts: int = 0  # that a head makes for each sequence
 
     @property
+    def has_one_row_each(self) -> bool:
+        return self.num_tokens == self.num_sequences
+
+    @property
     def num_decoding(self) -> int:
-        return self.num_tokens if self.num_tokens == self.num_sequences else 0
+        is_decoding = self.has_one_row_each or self.samples_all
+        return self.num_sequences if is_decoding else 0
+
+    @property
+    def num_more_rows(self) -> int:
+        """Return the rows that sequences which decode have beside one each."""
+        return self.num_tokens - self.num_sequences if self.num_decoding else 0
 
     @property
     def num_samples(self) -> int:
@@ -124,7 +138,7 @@ class Bucket(NamedTuple):
     @property
     def num_head_rows(self) -> int:
         """Return the rows of a head: one more for each prompt that begins."""
-        return self.num_tokens + (0 if self.num_decoding else self.num_sequences)
+        return self.num_tokens + (0 if self.has_one_row_each else self.num_sequences)
 
     def takes(self, num_tokens: int, num_sequences: int) -> bool:
         """Return whether such a step fits and is worth its padding."""
@@ -147,13 +161,13 @@ class StepInputs:
     repeats: ArraySpan | None
     places: ArraySpan  # [num_samples]: the place of each sampled token in the ring
     samples: tuple[ArraySpan, ArraySpan, ArraySpan]
-    # Of the device's tables: rows, lengths and starts, and the places and blocks that change.
-    tables: tuple[ArraySpan, ArraySpan, ArraySpan] | None = None
+    # Of the device's tables: rows, lengths, both starts, and the places and blocks that change.
+    tables: tuple[ArraySpan, ArraySpan, ArraySpan, ArraySpan] | None = None
     changes: tuple[ArraySpan, ArraySpan] | None = None
     # The items and chunks of sequences' states.
     states: tuple[ArraySpan, ArraySpan] | None = None
-    # Of a head: tokens, the rows before, lengths, starts and sequences.
-    head: tuple[ArraySpan, ArraySpan, ArraySpan, ArraySpan, ArraySpan] | None = None
+    # Of a head: tokens, the rows before, lengths, both starts and sequences.
+    head: tuple[ArraySpan, ...] = ()
     # Samples that have one, and the masks.
     masks: tuple[ArraySpan, ArraySpan] | None = None
     # Which of those samples a head takes, and where, as `DeviceDrafter.store` does.
@@ -202,7 +216,8 @@ class PackedStep:
     plan: StepPlan
     inputs: StepInputs
     chunks: tuple[Chunk, ...]  # empty if the step is padded
-    num_decoding: int  # sequences at the head that decode one token
+    num_decoding: int  # sequences at the head that decode
+    num_more_rows: int  # of these, beside one each
     # Of the longest context; None in padded steps means as many as fit.
     table_blocks: int | None
     has_unknown_tokens: bool
@@ -212,7 +227,7 @@ class PackedStep:
     # The samples whose log probabilities are wanted, by the number of the likeliest tokens.
     scored: dict[int, list[int]] = field(default_factory=dict)
     num_drafts: int = 0  # that a head makes for each sequence, padding included
-    num_single: int = 0  # sequences at the front that have one row of the head
+    num_more_head_rows: int = 0  # as `num_more_rows`, but of the head
 
     @property
     def num_sequences(self) -> int:
@@ -222,11 +237,19 @@ class PackedStep:
 
     def head_rows(self, inputs: StepInputs, tables: Tables) -> HeadTensors:
         """Return a head's rows; `tables` are those of the step's batch."""
-        assert inputs.head is not None, "a head drafts on the device"
-        tokens, before, lengths, starts, sequences = (
+        assert inputs.head, "a head drafts on the device"
+        tokens, before, lengths, starts, decode_starts, sequences = (
             place.of(inputs.words) for place in inputs.head
         )
-        own = Tables(tables.blocks, lengths, starts, self.num_single)
+        own = Tables(
+            tables.blocks,
+            lengths,
+            starts,
+            self.num_decoding,
+            None,
+            decode_starts if len(decode_starts) else None,
+            self.num_more_head_rows,
+        )
         return HeadTensors(tokens, before, own, sequences)
 
     def batch(
@@ -238,7 +261,10 @@ class PackedStep:
             return Batch(
                 token_ids, positions, slots, self.chunks, None, *inputs.adapted_rows()
             )
-        rows, lengths, starts = (place.of(inputs.words) for place in inputs.tables)
+        rows, lengths, starts, decode_starts = (
+            place.of(inputs.words) for place in inputs.tables
+        )
+        has_one_row_each = not len(decode_starts)
         first = tables.state_blocks
         end = None if self.table_blocks is None else first + self.table_blocks
         blocks = tables.blocks[:, first:end][rows]
@@ -249,9 +275,17 @@ class PackedStep:
                 tables.blocks[:, :first][rows],
                 items,
                 chunks,
-                is_decoding=self.num_decoding == len(rows),
+                is_decoding=has_one_row_each and self.num_decoding == len(rows),
             )
-        there = Tables(blocks, lengths, starts, self.num_decoding, states)
+        there = Tables(
+            blocks,
+            lengths,
+            starts,
+            self.num_decoding,
+            states,
+            None if has_one_row_each else decode_starts,
+            self.num_more_rows,
+        )
         return Batch(
             token_ids, positions, slots, self.chunks, there, *inputs.adapted_rows()
         )
@@ -271,6 +305,7 @@ class _Lists:
     table_rows: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
+    decode_starts: list[int] = field(default_factory=list)
     changes: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
     states: list[StateItem] = field(default_factory=list)
     state_chunks: list[tuple[int, int]] = field(default_factory=list)
@@ -319,12 +354,14 @@ class _Lists:
             StateItem(row, 0, 0, 0, 0, 0) for row in range(last - sequences, last)
         ]
         if not bucket.num_decoding:
-            starts = self.starts or [0]
-            self.starts = starts + starts[-1:] * (
-                bucket.num_sequences + 1 - len(starts)
+            self.starts = _padded_starts(self.starts, bucket.num_sequences)
+        elif not bucket.has_one_row_each:
+            self.decode_starts = _padded_starts(
+                self.decode_starts, bucket.num_sequences
             )
         if self.head is not None:
-            self.head.pad(bucket.num_head_rows, bucket.num_sequences)
+            count = 1 if bucket.has_one_row_each else 0
+            self.head.pad(bucket.num_head_rows, bucket.num_sequences, count)
 
 
 class ModelFacts(NamedTuple):
@@ -418,9 +455,7 @@ class Packer:
             )
             lists.adapters = [*chain.from_iterable(numbers)]
         lists.places = self._sampled.add(plan.slices)
-        num_decoding = next(
-            (i for i, one in enumerate(chunks) if one.length > 1), len(chunks)
-        )
+        num_decoding = _num_decoding(plan.slices)
         held_back = [row.held_back(self._eos_token_ids) for row in lists.samples]
         is_special = (
             lists.counted
@@ -441,22 +476,25 @@ class Packer:
             width = self._add_tables(lists, plan.slices, num_decoding)
         if bucket is not None:
             return self._padded(plan, lists, held_back, bucket)
-        num_single = 0 if lists.head is None else lists.head.num_single
+        num_head_rows = 0
+        if lists.head is not None:
+            num_head_rows = sum(lists.head.counts[:num_decoding])
         inputs = self._laid(
-            lists, held_back, max(map(len, held_back), default=0), num_single
+            lists, held_back, max(map(len, held_back), default=0), num_decoding
         )
         return PackedStep(
             plan,
             inputs,
             tuple(chunks),
             num_decoding,
+            sum(part.length for part in plan.slices[:num_decoding]) - num_decoding,
             width,
             lists.has_unknown_tokens,
             bucket,
             lists.unsampled,
             lists.scored,
             most_drafts(plan.slices),
-            num_single,
+            num_head_rows - num_decoding,
         )
 
     def name_adapter(self, name: str, number: int) -> None:
@@ -491,22 +529,22 @@ class Packer:
         if self._state_blocks:
             chunks = self._most_chunks(bucket) - len(lists.state_chunks)
             lists.state_chunks += [IDLE_CHUNK] * chunks
-        num_single = bucket.num_decoding
         inputs = self._laid(
-            lists, held_back, BUCKET_HELD_BACK, num_single, is_padded=True
+            lists, held_back, BUCKET_HELD_BACK, bucket.num_decoding, is_padded=True
         )
         return PackedStep(
             plan,
             inputs,
             (),
             bucket.num_decoding,
+            bucket.num_more_rows,
             None,
             True,
             bucket,
             lists.unsampled,
             lists.scored,
             bucket.num_drafts,
-            num_single,
+            bucket.num_head_rows - bucket.num_decoding if bucket.num_decoding else 0,
         )
 
     def _bucket(
@@ -516,11 +554,8 @@ class Packer:
         held_back: Sequence[tuple[int, ...]],
         head: HeadRows | None,
     ) -> Bucket | None:
-        """Return the bucket of a step that has guesses, only decodes or only computes prompts."""
-        has_guesses = any(part.num_guesses for part in slices)
-        if not self.buckets or not slices:
-            return None
-        if num_decoding not in (0, len(slices)) and not has_guesses:
+        """Return the bucket of a step that only decodes or only computes prompts."""
+        if not self.buckets or num_decoding not in (0, len(slices)) or not slices:
             return None
         if any(len(part.samples) > 1 for part in slices):
             return None
@@ -530,10 +565,16 @@ class Packer:
             return None
         if any(len(ids) > BUCKET_HELD_BACK for ids in held_back):
             return None
-        is_decoding = num_decoding == len(slices)
-        if is_decoding and head is not None and head.num_single < num_decoding:
-            return None  # such as a prompt of one token
         num_tokens = sum(part.length for part in slices)
+        is_decoding = num_decoding == len(slices)
+        has_more_rows = is_decoding and num_tokens > num_decoding
+        if (
+            is_decoding
+            and not has_more_rows
+            and head is not None
+            and head.num_single < num_decoding
+        ):
+            return None  # such as a prompt of one token
         num_drafts = most_drafts(slices)
         return next(
             (
@@ -542,9 +583,10 @@ class Packer:
                 if bucket.takes(num_tokens, len(slices))
                 and bucket.num_samples >= len(held_back)
                 and bool(bucket.num_decoding) == is_decoding
+                and bucket.samples_all == has_more_rows
                 and bucket.num_drafts >= num_drafts
                 # Prompts are followed by no drafts.
-                and (has_guesses or num_drafts or not bucket.num_drafts)
+                and (has_more_rows or num_drafts or not bucket.num_drafts)
             ),
             None,
         )
@@ -648,8 +690,7 @@ class Packer:
                 f"{len(slices)} sequences are too many for the tables"
             )
         width = 0
-        start = 0
-        for index, part in enumerate(slices):
+        for part in slices:
             end = part.start + part.length
             num_ahead = 0
             if lists.head is not None:  # it has the token behind them, and its drafts
@@ -660,11 +701,10 @@ class Packer:
             table = (*part.state, *part.block_table[:num_blocks])
             lists.table_rows.append(self._tables.follow(part.key, table, lists.changes))
             lists.lengths.append(end)
-            if index >= num_decoding:
-                lists.starts.append(start)
-                start += part.length
-        if lists.starts:
-            lists.starts.append(start)
+        if any(part.length > 1 for part in slices[:num_decoding]):
+            lists.decode_starts = _starts(slices[:num_decoding])
+        if num_decoding < len(slices):
+            lists.starts = _starts(slices[num_decoding:])
         if self._state_blocks:
             self._add_states(lists, slices)
         return width
@@ -688,7 +728,7 @@ class Packer:
     def _most_chunks(self, bucket: Bucket) -> int:
         if self._chunked == "none":
             return 0
-        if not bucket.num_decoding:
+        if not bucket.has_one_row_each:
             return most_chunks(bucket.num_tokens, bucket.num_sequences)
         return bucket.num_sequences if self._chunked == "all" else 0
 
@@ -697,7 +737,7 @@ class Packer:
         lists: _Lists,
         held_back: Sequence[tuple[int, ...]],
         width: int,
-        num_single: int,
+        num_decoding: int,
         *,
         is_padded: bool = False,
     ) -> StepInputs:
@@ -746,6 +786,7 @@ class Packer:
                 into.put(lists.table_rows),
                 into.put(lists.lengths, torch.int32),
                 into.put(lists.starts, torch.int32),
+                into.put(lists.decode_starts, torch.int32),
             )
             places, blocks = lists.changes
             if self._state_blocks:
@@ -759,12 +800,13 @@ class Packer:
                 )
             if lists.head is not None:
                 head = lists.head
-                starts = head.starts(num_single, len(lists.lengths))
+                starts, decode_starts = head.starts(num_decoding)
                 inputs.head = (
                     into.put((head.ids, head.positions, head.slots)),
                     into.put(head.before),
                     into.put(head.lengths, torch.int32),
                     into.put(starts, torch.int32),
+                    into.put(decode_starts, torch.int32),
                     into.put(head.sequences),
                 )
             if places:
@@ -801,3 +843,31 @@ class Packer:
             return None
         ends = np.searchsorted(of_row[order], numbers, side="right")
         return into.put(order), into.put(ends, torch.int32)
+
+
+def _num_decoding(slices: Sequence[Slice]) -> int:
+    """Return how many slices at the front decode.
+
+    A slice of several rows does by its position, which is no earlier than that of its prompt's last
+    token: never because what is left of a prompt is short.
+    """
+    num_rows = 0
+    for number, part in enumerate(slices):
+        num_rows += part.length
+        if part.length > 1 and (
+            part.start < part.num_prompt_tokens - 1
+            or part.length > DECODE_ROWS
+            or num_rows > ALL_DECODE_ROWS
+        ):
+            return number
+    return len(slices)
+
+
+def _starts(slices: Sequence[Slice]) -> list[int]:
+    return [*accumulate((part.length for part in slices), initial=0)]
+
+
+def _padded_starts(starts: list[int], num_sequences: int) -> list[int]:
+    """Return `starts` with those of padding, which has no rows."""
+    starts = starts or [0]
+    return starts + starts[-1:] * (num_sequences + 1 - len(starts))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 from unittest.mock import patch
 
+import msgspec
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
@@ -25,6 +26,7 @@ from baton.model.runner.kv_cache import wide_heads
 from baton.model.runner.rank_plan import plan_rank
 from baton.model.runner.runner import Runner
 from baton.model.runner.step_queue import HostQueue
+from baton.node.scheduling.plan import Slice
 from baton.runtime.clock import monotonic
 from tests.support.compute import Text, compute_config, loaded, logits, random_tokens
 from tests.support.hopper_stand_in import StandIn
@@ -86,6 +88,11 @@ def beside_the_cpu(folder: Path) -> dict[str, object]:
             "a prompt": (one.chunk(0, 34),),
             "decode beside a prompt": (one.chunk(34, 35), two.chunk(0, 6)),
             "two that decode": (one.chunk(35, 36), two.chunk(6, 7)),
+            "guesses beside a prompt": (
+                guessed(one.chunk(36, 40)),
+                two.chunk(7, 11),
+            ),
+            "many guesses": (guessed(two.chunk(11, 21)),),
         }
         ordered = CudaBackend(
             torch.zeros_like(pool),
@@ -113,6 +120,11 @@ def beside_the_cpu(folder: Path) -> dict[str, object]:
         "warm_up": warm,
         "is_expanded": bool(kernel.forms),
     }
+
+
+def guessed(part: Slice) -> Slice:
+    """Return a slice of a response."""
+    return msgspec.structs.replace(part, num_prompt_tokens=part.start)
 
 
 def of_fp32(rank: int) -> gl.NVMMASharedLayout:

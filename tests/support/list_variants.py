@@ -285,7 +285,8 @@ def batch(luck: random.Random, step: int, kind: str, state_blocks: int) -> StepP
 
 def drafting(luck: random.Random, part: Slice) -> Slice:
     """Let a sequence that decodes have guesses and ask for drafts."""
-    if part.length > 1 + NUM_DRAFTS or not part.start or len(part.samples) != 1:
+    is_response = part.start == part.num_prompt_tokens
+    if not is_response or not part.start or len(part.samples) != 1:
         return part
     return msgspec.structs.replace(
         part,
@@ -297,9 +298,11 @@ def drafting(luck: random.Random, part: Slice) -> Slice:
 
 def slices_of(luck: random.Random, step: int, state_blocks: int) -> list[Slice]:
     num_decoding = luck.choice((0, 1, 1, 2, 5, 16, 33, MAX_SEQS))
-    lengths = [1] * num_decoding + [
-        luck.randint(2, 90) for _ in range(luck.randint(0, 3))
-    ]
+    num_guessing = luck.choice((0, 0, 0, 9))
+    lengths = [1] * num_decoding
+    lengths += [luck.randint(2, 1 + NUM_DRAFTS) for _ in range(num_guessing)]
+    num_responses = len(lengths)
+    lengths += [luck.randint(2, 90) for _ in range(luck.randint(0, 3))]
     slices = []
     for number, length in enumerate(lengths or [1]):
         start = luck.randint(0, MAX_LEN - length - 1)
@@ -325,7 +328,7 @@ def slices_of(luck: random.Random, step: int, state_blocks: int) -> list[Slice]:
                 tuple(luck.randrange(NUM_BLOCKS) for _ in range(blocks)),
                 samples,
                 sampling if samples else None,
-                start + length,
+                start if number < num_responses else start + length,
                 past=(5, 5) if samples else None,
                 state=tuple(luck.randrange(NUM_BLOCKS) for _ in range(state_blocks)),
             )

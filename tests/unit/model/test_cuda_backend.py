@@ -166,7 +166,13 @@ def found(request):
 
 
 def test_the_kernels_behind_the_backend_give_the_same_logits(found):
-    batches = ("a prompt", "decode beside a prompt", "two that decode")
+    batches = (
+        "a prompt",
+        "decode beside a prompt",
+        "two that decode",
+        "guesses beside a prompt",
+        "many guesses",
+    )
     named = {*batches, *(f"{name}, in one order" for name in batches), "what is stored"}
     for name, one in found.items():
         assert one["is_expanded"] == (name == "expanded")
@@ -176,10 +182,10 @@ def test_the_kernels_behind_the_backend_give_the_same_logits(found):
 
 
 def test_a_warm_up_runs_both_attentions_and_stores_in_the_first_block_only(found):
-    """Two prompts and two decode steps. What the test above compares was computed after it."""
+    """Two prompts and three decode steps. What the test above compares was computed after it."""
     for one in found.values():
         assert one["warm_up"] == {
-            "chunks": [[0, 2], [0, 65], [1, 1], [112, 1]],
+            "chunks": [[0, 2], [0, 65], [1, 1], [112, 1], [112, 2]],
             "slots": [[0, slot] for slot in range(16)],
             "generations": 0,
         }
@@ -206,10 +212,10 @@ def test_warm_up_compiles_every_variant_that_random_batches_take(launched):
         found = launched[name]
         assert found["is_batch_invariant"] == (name == "ordered")
         assert found["added"] == [], name
-        # The first norm of a step has no residual to add.
-        assert found["warm_up"] == dict.fromkeys(kernels, 1) | {
-            "_add_rms_norm_kernel": 2
-        }, name
+        # The first norm of a step has no residual to add; sequences have one row or several.
+        twice = ("_add_rms_norm_kernel", "_split_kernel", "_combine_kernel")
+        once = dict.fromkeys(kernels, 1)
+        assert found["warm_up"] == once | dict.fromkeys(twice, 2), name
     # Few tokens and many take two tiles of prefill.
     hopper = launched["hopper"]
     assert hopper["added"] == []
@@ -238,7 +244,7 @@ def test_warm_up_compiles_every_variant_that_random_batches_take(launched):
     kinds = launched["kinds"]
     assert kinds["added"] == []
     # Each kind of layers has its own; a chunk is not long enough to be split.
-    several = {name for name, count in kinds["warm_up"].items() if count == 2}
+    several = {name for name, count in kinds["warm_up"].items() if count >= 2}
     assert several > DENSE_KERNELS - {"_combine_kernel"}
     states = launched["states"]
     assert states["added"] == []
@@ -269,5 +275,5 @@ def test_no_launch_reads_the_host_and_a_replayed_one_only_sends_its_inputs(launc
     # Into block tables, and into the counts of sequences that have just begun.
     written = {"index_copy_", "index_fill_"}
     for graphs in (launched[name] for name in GRAPHS):
-        assert graphs["num_replays"] > 30
+        assert graphs["num_replays"] > 20
         assert set(graphs["replayed"]) == written, "it allocates or computes"

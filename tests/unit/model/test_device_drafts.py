@@ -102,10 +102,10 @@ def expected(masks):
 
 
 def can_be_replayed(plan: StepPlan) -> bool:
-    """Whether a step has guesses, and no prompt of several choices."""
+    """Whether a step has guesses, and all its sequences decode."""
     parts = plan.slices
     return any(part.num_guesses for part in parts) and all(
-        len(part.samples) <= 1 for part in parts
+        part.num_drafts is not None for part in parts
     )
 
 
