@@ -38,6 +38,7 @@ class DecodeCase(msgspec.Struct, frozen=True):
     num_layers: int = 8
     window: int | None = None
     heads: Heads | None = None  # None: those that most cases have
+    rows: int = 1  # of each sequence: its last token and guesses
 
     @property
     def num_seen(self) -> int:
@@ -183,6 +184,15 @@ KERNELS = KernelCases(
             "decode attention ragged, one 32k and 63 x 512",
             (32_768, *(512,) * 63),
             "x floor",
+        ),
+        *(
+            DecodeCase(
+                f"decode attention b{batch} ctx 32k, 4 rows",
+                (32_768,) * batch,
+                "µs",
+                rows=4,
+            )
+            for batch in (1, 8)
         ),
         DecodeCase(
             "decode attention b32 ctx 16k, window 4k", (16_384,) * 32, window=4096

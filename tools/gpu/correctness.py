@@ -50,6 +50,7 @@ from tools.gpu.rows import Check
 from tools.gpu.section import Desk
 
 BLOCK_SIZES = (16, 64)
+GUESS_ROWS = 4  # of a sequence
 KEEPS_BITS = "rows keep their bits"
 BY_HEADS = {ONE_ORDER, LATENT_PREFILL}  # what depends on heads, windows and caps
 PROOF_SHARE = 0.8  # of the section's time
@@ -130,6 +131,11 @@ def _decoding(shape: AttentionShape, contexts: tuple[int, ...]) -> AttentionShap
     return dataclasses.replace(shape, contexts=contexts, queries=(1,) * len(contexts))
 
 
+def _guessing(shape: AttentionShape, contexts: tuple[int, ...]) -> AttentionShape:
+    queries = tuple(min(GUESS_ROWS, context) for context in contexts)
+    return dataclasses.replace(shape, contexts=contexts, queries=queries)
+
+
 def _latent(shape: AttentionShape) -> AttentionShape:
     """Return the same prompts over latent rows, which are DeepSeek's for heads of 128."""
     row = 4 * shape.head_dim + shape.head_dim // 2
@@ -149,6 +155,9 @@ KERNELS: dict[str, Work] = {
     ),
     "ordered decode attention: bits in any batch": lambda model, shape, device: (
         cases.check_decode_alone(_decoding(shape, model.decode_contexts), device)
+    ),
+    "ordered attention: guesses = each row alone": lambda model, shape, device: (
+        cases.check_decode_rows(_guessing(shape, model.decode_contexts), device)
     ),
     "ordered attention: decode = prefill": lambda _, shape, device: (
         cases.check_decode_as_prefill(shape, device, 37)

@@ -49,7 +49,12 @@ from tools.gpu.cases import (
     SamplingCase,
 )
 from tools.gpu.floors import NARROW_BYTES, NARROW_GROUP, Work, causal_flops
-from tools.gpu.kernel_cases import AttentionShape, Batch, attention_batch
+from tools.gpu.kernel_cases import (
+    AttentionShape,
+    Batch,
+    attention_batch,
+    rows_in_tiles,
+)
 from tools.gpu.rows import Measured
 from tools.gpu.section import Desk
 from tools.gpu.timing import Call
@@ -61,6 +66,7 @@ EXPANDED_DIM = 160
 ORDERED = ", ordered"
 ON_HOPPER = ", on Hopper"
 IN_ONE_ORDER = ", on Hopper in one order"
+AS_A_CHUNK = ", as a chunk of a prompt"
 # What a key's end says of a kernel, and the call of it that one layer makes.
 Forms = Mapping[str, Callable[[Batch, int], Call]]
 
@@ -88,7 +94,12 @@ class Kernels:
                     continue
                 measure(
                     Measured(decode.key + form, decode.unit),
-                    partial(self.decode, decode, form),
+                    partial(self.decode, decode, form, DECODES),
+                )
+            for form in self.forms(PREFILLS) if decode.rows > 1 else ():
+                measure(
+                    Measured(decode.key + AS_A_CHUNK + form, decode.unit),
+                    partial(self.decode, decode, form, PREFILLS, AS_A_CHUNK),
                 )
         for prefill in cases.prefill:
             for form in self.forms(PREFILLS):
@@ -132,26 +143,27 @@ class Kernels:
         is_hopper = capability == hopper.CAPABILITY
         return [form for form in forms if is_hopper or "Hopper" not in form]
 
-    def decode(self, case: DecodeCase, form: str) -> Measured:
+    def decode(
+        self, case: DecodeCase, form: str, forms: Forms, name: str = ""
+    ) -> Measured:
+        key = case.key + name + form
         num_heads, kv_heads, head_dim = self._heads(case)
         token_bytes = 2 * kv_heads * head_dim * VALUE_BYTES
         needs = sum(case.contexts) * token_bytes * case.num_layers
         if needs > 0.8 * self.desk.watch.free_bytes():
             return Measured(
-                case.key + form,
-                case.unit,
-                note=f"needs {needs >> 30} GiB of free memory",
+                key, case.unit, note=f"needs {needs >> 30} GiB of free memory"
             )
-        queries = (1,) * len(case.contexts)
+        queries = (case.rows,) * len(case.contexts)
         batch = self._batch(
             case, case.contexts, queries, case.block_size, case.num_layers
         )
         total = case.num_seen
         timing = self.desk.watch.kernels(
-            [DECODES[form](batch, layer) for layer in range(case.num_layers)]
+            [forms[form](batch, layer) for layer in range(case.num_layers)]
         )
-        work = Work(total * token_bytes, 4 * total * num_heads * head_dim)
-        return Measured(case.key + form, case.unit, work, timing)
+        flops = 4 * case.rows * total * num_heads * head_dim
+        return Measured(key, case.unit, Work(total * token_bytes, flops), timing)
 
     def _heads(self, case: DecodeCase | PrefillCase) -> Heads:
         return case.heads or self.cases.heads
@@ -322,14 +334,16 @@ def ordered_product(device: torch.device) -> Product:
 
 
 def _decode_call(batch: Batch, layer: int, *, ordered: bool) -> Call:
+    rows = rows_in_tiles(batch, len(batch.q))
     return lambda: paged_decode_attention(
         batch.q,
         batch.pool,
         layer,
-        batch.block_tables,
-        batch.context_lens,
+        rows.blocks,
+        rows.context_lens,
         batch.scale,
         *batch.how,
+        rows.starts,
         ordered=ordered,
     )
 
@@ -388,18 +402,19 @@ def _expanded_prefill_call(batch: Batch, layer: int, rotated: int) -> Call:
 
 def _one_decode_call(batch: Batch, layer: int) -> Call:
     """Return the call of a layer; a step makes one plan for all of them."""
-    plan = plan_decode(
-        batch.context_lens, batch.pool.shape[1], batch.pool.shape[5], batch.how[0]
-    )
+    rows = rows_in_tiles(batch, len(batch.q))
+    heads = batch.pool.shape[1], batch.pool.shape[5]
+    plan = plan_decode(rows.context_lens, *heads, batch.how[0], starts=rows.starts)
     return lambda: one_decode_attention(
         batch.q,
         batch.pool,
         layer,
-        batch.block_tables,
-        batch.context_lens,
+        rows.blocks,
+        rows.context_lens,
         plan,
         batch.scale,
         *batch.how,
+        rows.starts,
     )
 
 

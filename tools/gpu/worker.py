@@ -110,6 +110,7 @@ TINY = Sizes(
                 block_size=32,
                 num_layers=2,
             ),
+            DecodeCase("decode attention tiny, 3 rows", (17, 3), num_layers=2, rows=3),
             DecodeCase(
                 "decode attention ragged tiny", (17, 1), unit="x floor", num_layers=2
             ),
