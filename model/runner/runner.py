@@ -530,12 +530,16 @@ class Runner:
 
 
 def _largest(buckets: Iterable[Bucket]) -> list[Bucket]:
-    """Return the largest bucket of each kind, which together need as much memory as all."""
+    """Return the largest buckets of each kind, which together need as much memory as all.
+
+    Those with the most sequences count, too: with guesses, others may have more rows.
+    """
     largest = {
-        (bool(one.num_decoding), one.samples_all, one.num_drafts): one
-        for one in sorted(buckets)
+        (bool(one.num_decoding), one.samples_all, one.num_drafts, by_rows): one
+        for by_rows in (True, False)
+        for one in sorted(buckets, key=lambda one: one if by_rows else one[1::-1])
     }
-    return sorted(largest.values(), reverse=True)
+    return sorted({*largest.values()}, reverse=True)
 
 
 class CapturedStep(NamedTuple):
