@@ -354,6 +354,8 @@ def steps_of(
     if kind == "drafts":
         buckets = with_guesses(buckets, NUM_DRAFTS, has_head=True)
     prepare(rank, buckets, lambda *_: None)
+    while rank.has_uncaptured:  # a capture copies inputs of its own
+        rank.capture_next()
     after_warm_up = set(variants.found)
     luck = random.Random(0)
     copies = set()

@@ -40,8 +40,7 @@ LAST = 90
 BORDERS = (1, 64, 128, 192, 256, 384, 512, 1024, 2048, 2304, 2560, PROMPT)
 LENGTHS = (700, 1, 0, 129, 2049, 257, 16)
 PROGRAMS = (1, 7, 131, 1000)
-# Contexts of sequences with guesses, which end around borders. Their rows fill a tile, if a few
-# heads share it, or leave rows of it unused.
+# Contexts that end around borders; the last rows of the first fill a tile.
 GUESSES = (256, 2050, 1026, 131, 2304, 3)
 # Contexts and queries of chunks for which a step is captured, and with which it is replayed.
 CAPTURED = ((500, 69, 300), (100, 69, 300))
@@ -124,8 +123,9 @@ def _rows_fault(shapes: ModelShapes, window: int | None, device: str) -> str:
     most = rows_of_tile(shapes.num_heads // shapes.kv_heads)
     if most == 1:
         return ""  # none do
-    counts = [1 + number % most for number in range(len(GUESSES))][::-1]
-    counts = [min(count, length) for count, length in zip(counts, GUESSES, strict=True)]
+    counts = [
+        min(max(most - number, 1), length) for number, length in enumerate(GUESSES)
+    ]
     batch = attention_case(shapes, GUESSES, counts, device)
     lens = batch.context_lens
     starts = batch.query_starts
