@@ -58,8 +58,7 @@ def plan_decode(
     head_dim: int,
     window: int | None = None,  # keys that a query sees, itself included
     programs: int = 0,
-    starts: Tensor
-    | None = None,  # [batch + 1] int32, as `one_decode_attention` takes it
+    starts: Tensor | None = None,  # [batch + 1] int32: see `one_decode_attention`
 ) -> Tensor:
     """Return the plan of a step, int32 `[programs, 8]`.
 
@@ -197,7 +196,7 @@ def _first_tile(
     KEYS: tl.constexpr,
     WINDOWED: tl.constexpr,
 ) -> tl.tensor:
-    """Return the first tile that the first row of a context sees, before whose end `least` are."""
+    """Return the first tile that any row of a context sees: its first row sees `least` keys."""
     if WINDOWED:
         return tl.maximum(least - window, 0) // KEYS
     else:
@@ -480,7 +479,9 @@ def _decode_kernel(
     # How many keys the first row of the sequence sees.
     least = length
     if start_ptr is not None:
-        least = seen_by_first(length, tl.load(at + 6), tl.load(at + 7))
+        begin = tl.load(at + 6)
+        stop = tl.load(at + 7)
+        least = seen_by_first(length, begin, stop)
     # Whether another program has the beginning of the first head, and this one its last tile here.
     is_late = t != _first_tile(least, window, KEYS, WINDOWED)
     stays = count <= _tiles(length, KEYS) - t
@@ -494,7 +495,6 @@ def _decode_kernel(
         KEYS,
     )
     if start_ptr is not None:
-        begin, stop = _rows_of(start_ptr, sequence, batch)
         q = _load_rows(q_ptr, begin, stop, head, stride_q, GROUP, HEAD_DIM, DIM, ROWS)
     else:
         q_at = q_ptr + r[:, None] * HEAD_DIM + d[None, :]
