@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Sequence
 from functools import partial
+from time import monotonic
 
 from aiohttp import web
 
@@ -143,7 +144,7 @@ class Delivery:
         counter = DeltaCounter(self._metrics)
 
         def take(delta: CompletionOutput) -> None:
-            counter.note(delta)
+            counter.note(delta, monotonic())
             delta.index += offset
             encoder.take(delta)
 
@@ -197,8 +198,6 @@ class Delivery:
         except BatonError as error:
             running.failed(error)
             events.fail(error)
-        except ConnectionError:
-            raise
         except Exception:
             log.exception("unhandled error in a stream", request=running.request_id)
             broken = BatonError("the router failed to make this response")

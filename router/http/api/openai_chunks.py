@@ -168,7 +168,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ChunkTemplate:
-    """Makes the chunks of one choice."""
+    """Makes the chunks of one choice, each as an event without an id."""
 
     __slots__ = (
         "_after",
@@ -191,13 +191,15 @@ class ChunkTemplate:
         after: bytes,
         end: bytes,
     ) -> None:
+        """Put the text of a delta between `before` and `after`, and `end` behind the rest."""
         self._parsed = parsed
         self._response_id = response_id
         self._num_chars = 0  # of the tokens so far, for log probabilities
-        self._before = before
+        self._before = b"data: " + before
         self._after = after
-        self._end = end
-        self._running_end = after + b"null" + end
+        self._end = end + b"\n\n"
+        # What follows the text of a delta that has nothing else; None if chunks have more.
+        self._running_end = None if parsed.token_ids else after + b"null" + self._end
         self._num_prompt_tokens: int | None = None  # given if each chunk has its usage
         self._num_output_tokens = 0
         self._prompt_token_ids: list[int] | None = None  # for the next chunk
@@ -206,6 +208,7 @@ class ChunkTemplate:
         """Put the usage into each chunk from now on."""
         self._num_prompt_tokens = num_prompt_tokens
         self._num_output_tokens = num_output_tokens
+        self._running_end = None
 
     def show_prompt(self, token_ids: list[int]) -> None:
         """Put the prompt's token ids into the next chunk."""
@@ -214,49 +217,57 @@ class ChunkTemplate:
     def echo(self, index: int, prompt: ShownPrompt) -> bytes:
         """Return the chunk of the prompt before its choice."""
         self._num_chars = prompt.num_chars
-        return self.fill(
+        return self._chunk(
             CompletionOutput(index, prompt.text or "", []), prompt.logprobs
         )
 
-    def fill(
-        self,
-        delta: CompletionOutput,
-        logprobs: Mapping[str, object] | Columns | None = None,
-    ) -> bytes:
-        """Return the chunk of a delta, with `logprobs` or its own."""
-        text = _encode(delta.text)
-        if delta.reasoning or delta.tool_calls:
-            # They come behind the content, in the same object.
-            parts = _encode(_parts_of(self._response_id, delta, is_delta=True))
-            text = _encode(delta.text or None) + b"," + parts[1:-1]
-        if self._num_prompt_tokens is not None:
-            self._num_output_tokens += len(delta.token_ids)
-            usage = _counts(self._num_prompt_tokens, self._num_output_tokens)
-            self._end = b'}],"usage":' + _encode(usage) + b"}"
-            self._running_end = self._after + b"null" + self._end
-        token_ids = self._parsed.token_ids
-        after = self._after
+    def fill(self, delta: CompletionOutput) -> bytes:
+        """Return the chunk of a delta."""
+        if (  # almost every token
+            self._running_end is not None
+            and delta.finish_reason is None
+            and delta.logprobs is None
+            and not (delta.reasoning or delta.tool_calls)
+        ):
+            return self._before + _encode(delta.text) + self._running_end
+        logprobs = None
         if delta.logprobs is not None:
             logprobs = _logprobs_of(self._parsed, delta, self._num_chars)
             pairs = zip(delta.token_ids, delta.logprobs, strict=True)
             self._num_chars += sum(
                 len(found[token_id].decoded_token) for token_id, found in pairs
             )
+        return self._chunk(delta, logprobs)
+
+    def _chunk(
+        self,
+        delta: CompletionOutput,
+        logprobs: Mapping[str, object] | Columns | None,
+    ) -> bytes:
+        """Return the chunk of a delta with all that belongs into it."""
+        text = _encode(delta.text)
+        if delta.reasoning or delta.tool_calls:
+            # They come behind the content, in the same object.
+            parts = _encode(_parts_of(self._response_id, delta, is_delta=True))
+            text = _encode(delta.text or None) + b"," + parts[1:-1]
+        after = self._after
         if logprobs is not None:
             after = after.replace(
                 b'"logprobs":null', b'"logprobs":' + _encode(logprobs)
             )
-        elif delta.finish_reason is None and not token_ids:
-            return self._before + text + self._running_end
         data = self._before + text + after + _encode(delta.finish_reason)
         if delta.finish_reason is not None:
             data += b',"stop_reason":' + _encode(delta.stop_reason)
-        if token_ids:
+        if self._parsed.token_ids:
             data += b',"token_ids":' + _encode(delta.token_ids)
         if self._prompt_token_ids is not None:
             data += b',"prompt_token_ids":' + _encode(self._prompt_token_ids)
             self._prompt_token_ids = None
-        return data + self._end
+        if self._num_prompt_tokens is None:
+            return data + self._end
+        self._num_output_tokens += len(delta.token_ids)
+        usage = _counts(self._num_prompt_tokens, self._num_output_tokens)
+        return data + b'}],"usage":' + _encode(usage) + b"}\n\n"
 
 
 class ChunkEvents:
@@ -329,10 +340,12 @@ class ChunkEvents:
         template = self._templates.get(delta.index)
         if template is None:
             opening, template = self._begin(delta.index)
+        event = template.fill(delta)
         if self._ids is not None:
             has_ended = delta.finish_reason is not None
             self._ids.advance(delta.index, delta.token_ids, has_ended=has_ended)
-        return opening + self._event(template.fill(delta))
+            event = self._id() + event
+        return opening + event if opening else event
 
     def ending(self, metrics: Sequence[RequestMetrics]) -> bytes:
         closing = None if self._has_usage else self._closing(metrics)
@@ -361,14 +374,16 @@ class ChunkEvents:
         if shown.token_ids is not None:
             template.show_prompt(shown.token_ids)
         if shown.text is not None:
-            opening = self._event(template.echo(index, shown))
+            opening = self._id() + template.echo(index, shown)
         return opening, template
 
     def _event(self, data: bytes, tail: bytes = b"") -> bytes:
         """Return one event of `data` without line breaks. Its id, if it has one, ends in `tail`."""
-        if self._ids is not None:
-            return b"id: %b\ndata: %b\n\n" % (self._ids.current(tail), data)
-        return b"data: %b\n\n" % data
+        return self._id(tail) + b"data: %b\n\n" % data
+
+    def _id(self, tail: bytes = b"") -> bytes:
+        """Return the line of an event's id; nothing if events have none."""
+        return b"" if self._ids is None else b"id: %b\n" % self._ids.current(tail)
 
     def _template(
         self, index: int, num_prompt_tokens: int, num_output_tokens: int = 0

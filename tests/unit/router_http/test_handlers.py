@@ -3,6 +3,8 @@
 import asyncio
 import gc
 import json
+import socket
+import struct
 
 import pytest
 
@@ -337,14 +339,29 @@ async def test_silence_is_broken_by_comments_before_and_after_the_first_token(
         assert b"[DONE]" in await reply.content.read()
 
 
+def unchunked(body: bytes) -> bytes:
+    """Return the data of a body in chunks, of which none may be missing or broken."""
+    data = b""
+    while True:
+        size, _, rest = body.partition(b"\r\n")
+        length = int(size, 16)
+        assert rest[length : length + 2] == b"\r\n"
+        if length == 0:
+            assert rest == b"\r\n"
+            return data
+        data += rest[:length]
+        body = rest[length + 2 :]
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
 @served()
 async def test_a_client_that_does_not_read_gets_merged_events_and_nothing_is_lost(
-    bench, engine
+    version, bench, engine
 ):
     num_tokens = 30_000
     token_id = TEXT.encode_now(" hello")[0]
     reader, writer = await bench.dial(limit=1024)
-    writer.write(posted({"prompt": [5], "stream": True}, "1.0"))
+    writer.write(posted({"prompt": [5], "stream": True}, version))
     stream = await engine.stream()
     stream.push(0, [token_id], None)
     await reader.readuntil(b"\r\n\r\n")
@@ -352,13 +369,45 @@ async def test_a_client_that_does_not_read_gets_merged_events_and_nothing_is_los
         stream.push(0, [token_id], None)
     stream.push(0, [token_id], "length")
     stream.finish()
-    received = (await reader.read(-1)).decode()
+    if version == "1.0":  # which ends the connection
+        received = (await reader.read(-1)).decode()
+    else:
+        body = b""
+        while not body.endswith(b"\r\n0\r\n\r\n"):
+            body += await reader.read(1024)
+        received = unchunked(body).decode()
     writer.close()
     await writer.wait_closed()
     parts = [chunk["choices"][0]["text"] for chunk in chunks(received)]
     assert "".join(parts) == " hello" * (num_tokens + 1)
     assert len(parts) < num_tokens
     assert received.endswith("data: [DONE]\n\n")
+
+
+@served()
+async def test_a_connection_that_closes_between_two_tokens_of_a_step_hurts_no_other(
+    bench, engine, caplog
+):
+    reader, writer = await bench.dial()
+    writer.write(posted({"prompt": [5], "n": 32, "stream": True}))
+    leaving = await engine.stream()
+    other = asyncio.create_task(bench.post({"prompt": [6], "stream": True}))
+    staying = await engine.stream(1)
+    engine.say(leaving, " hello")
+    await reader.readuntil(b" hello")
+    # The client resets its connection, which the router sees at its next write.
+    reset = struct.pack("ii", 1, 0)
+    sock = writer.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+    writer.transport.abort()
+    await asyncio.sleep(0)
+    for choice in range(32):
+        engine.say(leaving, " world", choice=choice)
+    engine.say(staying, " world", "stop")
+    staying.finish()
+    assert (await other).text.endswith("data: [DONE]\n\n")
+    await engine.is_closed()
+    assert not caplog.records
 
 
 @served(script=hello)

@@ -88,11 +88,12 @@ def test_counters_of_losses_and_refusals_exist_before_the_first_one():
 def test_the_gaps_between_the_deltas_of_a_choice_are_observed():
     metrics = HttpMetrics("tiny")
     counter = DeltaCounter(metrics)
-    for choice in (0, 1, 0, 0):
-        counter.note(CompletionOutput(choice, "a", [5, 6]))
+    for choice, now_s in ((0, 1.0), (1, 1.5), (0, 3.0), (0, 3.5)):
+        counter.note(CompletionOutput(choice, "a", [5, 6]), now_s)
     assert metrics.num_output_tokens == 8
     health = Health("ready", (), 0, 0)
     assert value(metrics, health, "baton_inter_token_latency_seconds_count") == 2
+    assert value(metrics, health, "baton_inter_token_latency_seconds_sum") == 2.5
 
 
 @given(st.lists(st.sampled_from([0.0, 1.0, 2.0, 2.5, 3.0, 7.0]), max_size=20))
