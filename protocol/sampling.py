@@ -341,6 +341,14 @@ class SamplingParams(msgspec.Struct, frozen=True):
         bool, About("keep the stop string in the text", body=bool)
     ] = False
     output_kind: RequestOutputKind | OutputKind = RequestOutputKind.CUMULATIVE
+    stream_interval: Annotated[
+        int | None,
+        About(
+            "tokens of a choice per event; its first and its end come at once",
+            ge=1,
+            body=Int32,
+        ),
+    ] = None
     truncate_prompt_tokens: Annotated[
         int | None,
         About(only=(None,)),

@@ -265,6 +265,13 @@ class Merged:
             pieces.add(delta)
             self._choices[delta.index] = pieces
 
+    @property
+    def num_tokens(self) -> int:
+        return sum(
+            len((held.output if isinstance(held, _Pieces) else held).token_ids)
+            for held in self._choices.values()
+        )
+
     def outputs(self) -> list[CompletionOutput]:
         """Return a snapshot of all choices in order, which later deltas do not change."""
         ordered = [self._choices[index] for index in sorted(self._choices)]

@@ -56,13 +56,14 @@ class Crowd(msgspec.Struct, frozen=True):
     """`num` streams for `seconds`, or with `rate` short requests of two tokens.
 
     With `step_s`, each stream gets a token at that interval; without it, the streams stay idle
-    after their first.
+    after their first. An event has `stream_interval` tokens.
     """
 
     num: int
     seconds: float
     step_s: float | None = None
     rate: float | None = None
+    stream_interval: int = 1
 
 
 class CrowdFigures(msgspec.Struct, frozen=True):
@@ -185,9 +186,10 @@ class Lags:
 class StreamReader(asyncio.Protocol):
     """One client's stream. `opened` is done when its first token has come."""
 
-    def __init__(self, seed: int, lags: Lags) -> None:
+    def __init__(self, seed: int, lags: Lags, stream_interval: int) -> None:
         self._seed = seed
         self._lags = lags
+        self._stream_interval = stream_interval
         self._has_begun = False
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.transport: asyncio.Transport | None = None
@@ -195,11 +197,16 @@ class StreamReader(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
-        transport.write(request_of(LONG, is_streamed=True, seed=self._seed))
+        interval = self._stream_interval
+        request = request_of(
+            LONG, is_streamed=True, seed=self._seed, stream_interval=interval
+        )
+        transport.write(request)
 
     def data_received(self, data: bytes) -> None:
         if self._has_begun:
-            self._lags.came(self._seed, data.count(_TOKEN))
+            num_events = data.count(_TOKEN)
+            self._lags.came(self._seed, num_events * self._stream_interval)
         elif _TOKEN in data:
             self._has_begun = True
             self.opened.set_result(None)
@@ -234,7 +241,7 @@ class CrowdPlayer:
     async def play(self, crowd: Crowd) -> CrowdFigures:
         if crowd.rate is not None:
             return await self._ask_at(crowd.rate, crowd.seconds)
-        readers = await self._open(crowd.num)
+        readers = await self._open(crowd)
         say(STARTED)
         began_s = time.monotonic()
         if crowd.step_s is None:
@@ -257,19 +264,22 @@ class CrowdPlayer:
             await asyncio.sleep(0.05)  # nothing signals that nodes were told to stop
         return figures
 
-    async def _open(self, num: int) -> list[StreamReader]:
+    async def _open(self, crowd: Crowd) -> list[StreamReader]:
         loop = asyncio.get_running_loop()
         room = asyncio.Semaphore(DIALS)
 
         async def open_one(seed: int) -> StreamReader:
             async with room:
                 _, reader = await loop.create_connection(
-                    lambda: StreamReader(seed, self._lags), self._host, self._port
+                    lambda: StreamReader(seed, self._lags, crowd.stream_interval),
+                    self._host,
+                    self._port,
                 )
                 await reader.opened
                 return reader
 
-        return list(await asyncio.gather(*(open_one(seed) for seed in range(num))))
+        seeds = range(crowd.num)
+        return list(await asyncio.gather(*(open_one(seed) for seed in seeds)))
 
     async def _step(self, nodes: list[PlayedNode], crowd: Crowd, at_s: float) -> None:
         """Send a token for every sequence of a node at each interval, late ones at once."""
@@ -318,13 +328,16 @@ class CrowdPlayer:
         return _figures(lags_s, time.monotonic() - began_s)
 
 
-def request_of(num_tokens: int, *, is_streamed: bool, seed: int = 0) -> bytes:
+def request_of(
+    num_tokens: int, *, is_streamed: bool, seed: int = 0, stream_interval: int = 1
+) -> bytes:
     """Return a request, whose connection stays open if it is a short one."""
     fields = {
         "prompt": PROMPT,
         "max_tokens": num_tokens,
         "seed": seed,
         "stream": is_streamed,
+        "stream_interval": stream_interval,
     }
     body = json.dumps(fields).encode()
     head = (

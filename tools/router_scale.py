@@ -187,6 +187,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--streams", type=int, default=1000, help="streams of a token per 50 ms"
     )
     parser.add_argument(
+        "--stream-interval", type=int, default=1, help="tokens of an event"
+    )
+    parser.add_argument(
         "--rate", type=float, default=1500.0, help="short requests per second"
     )
     parser.add_argument(
@@ -195,7 +198,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     loads = {
         "short requests": Crowd(0, given.seconds, rate=given.rate),
-        "streams of 50 ms": Crowd(given.streams, given.seconds, step_s=0.05),
+        "streams of 50 ms": Crowd(
+            given.streams,
+            given.seconds,
+            step_s=0.05,
+            stream_interval=given.stream_interval,
+        ),
         "idle streams": Crowd(given.idle, given.seconds),
     }
     for num_routers in map(int, given.routers.split(",")):

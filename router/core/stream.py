@@ -95,7 +95,9 @@ class RequestStream:
         "_early",
         "_end",
         "_error",
+        "_gathered",
         "_has_changed",
+        "_interval",
         "_on_close",
         "_packed_prompt",
         "_prompt_logprobs",
@@ -142,6 +144,9 @@ class RequestStream:
             for choice, part in enumerate(received)
             if part.num_tokens or part.has_ended
         }
+        self._interval = params.stream_interval or 1
+        # Of each choice that has begun, the deltas that are handed out together.
+        self._gathered: dict[int, Merged] = {}
         self._arrival_s = time.monotonic()
         self._on_close = on_close
         self._early: list[CompletionOutput] = []
@@ -318,11 +323,33 @@ class RequestStream:
         metrics.num_output_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
             metrics.finish_reasons.append(delta.finish_reason)
+        is_stopped = finish_reason is None and delta.finish_reason is not None
+        if self._interval > 1:
+            gathered = self._gather(delta)
+            if gathered is None:
+                return False
+            delta = gathered
         self._sink(delta)
         self._has_changed = True
         if self._change is not None:
             _wake(self._change)
-        return finish_reason is None and delta.finish_reason is not None
+        return is_stopped
+
+    def _gather(self, delta: CompletionOutput) -> CompletionOutput | None:
+        """Return a delta with those that waited for it; None if it waits for others itself.
+
+        The first one of a choice waits for none. What still waits when the request fails is not
+        handed out.
+        """
+        waiting = self._gathered.get(delta.index)
+        if waiting is None:
+            self._gathered[delta.index] = Merged()
+            return delta
+        waiting.add(delta)
+        if delta.finish_reason is None and waiting.num_tokens < self._interval:
+            return None
+        (merged,) = waiting.take()
+        return merged
 
     def _pass_over(
         self, choice: int, token_ids: list[int], *, is_end: bool

@@ -106,7 +106,7 @@ OF_BOTH = {
     "reasoning_effort": "1 []",
     "verbosity": "1 {}",
     "request_id": "1 []",
-    "stream_interval": '"1" 1.5 []',
+    "stream_interval": '0 -1 "1" 1.5 []',
     "guided_json": "{}",
     "chat_template": '"{{x}}"',
     "lora_request": '{"name":"a"}',

@@ -128,6 +128,7 @@ OUTPUT_FIELDS = frozenset(
         "stop_regex",
         "stop_token_ids",
         "stream",
+        "stream_interval",
         "stream_options",
         "stream_reasoning",
         "suffix",

@@ -118,7 +118,6 @@ class AnyBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_retention: str | None = None
     request_id: str | None = None
     session_id: str | None = None
-    stream_interval: Int32 | None = None
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

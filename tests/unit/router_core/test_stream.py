@@ -10,6 +10,7 @@ import pytest
 
 from baton.protocol.errors import NodeError
 from baton.protocol.ids import Key, NodeId, RequestId
+from baton.protocol.messages import TokenLogprobs
 from baton.protocol.sampling import SamplingParams
 from baton.router.core.request import Attempt
 from baton.router.core.stream import RequestStream
@@ -73,6 +74,67 @@ async def test_a_sink_gets_what_was_there_and_what_comes():
     stream.finish()
     await reader
     assert "".join(delta.text for delta in got) == " the"
+
+
+@on_a_loop
+async def test_an_interval_gathers_tokens_per_choice_except_the_first_and_the_last():
+    stream = stream_of(SamplingParams(n=2, stream_interval=3))
+    got: list[CompletionOutput] = []
+    stream.send_to(got.append)
+    ids = tokens("hello world the end")
+    hello, world, the, end = ids
+    likely = (TokenLogprobs(-0.5, 1, ()),)
+    stream.push(0, [hello], None, likely)
+    stream.push(1, [hello], None, likely)
+    assert [(one.index, one.text) for one in got] == [(0, "hello"), (1, "hello")]
+    for token_id in (world, the):
+        stream.push(0, [token_id], None, likely)
+        stream.push(1, [token_id], None, likely)
+    assert len(got) == 2
+    assert stream.metrics.num_output_tokens == 6
+    stream.push(0, [end], None, likely)
+    assert (got[2].index, got[2].text, got[2].token_ids) == (
+        0,
+        " world the end",
+        ids[1:],
+    )
+    assert got[2].logprobs is not None
+    assert len(got[2].logprobs) == 3
+    stream.push(1, [], "stop")
+    assert (got[3].index, got[3].text, got[3].finish_reason) == (
+        1,
+        " world the",
+        "stop",
+    )
+    stream.push(0, [world], "length", likely)
+    assert (got[4].text, got[4].finish_reason) == (" world", "length")
+    stream.finish()
+    await stream.ended()
+
+
+@on_a_loop
+async def test_a_stop_string_ends_a_choice_within_an_interval():
+    stream = stream_of(SamplingParams(stop=" world", stream_interval=100))
+    got: list[CompletionOutput] = []
+    stream.send_to(got.append)
+    hello, world, the = tokens("hello world the")
+    assert not stream.push(0, [the], None)
+    assert not stream.push(0, [hello], None)
+    assert stream.push(0, [world], None)
+    assert [one.text for one in got] == [" the", "hello"]
+    assert got[1].stop_reason == " world"
+
+
+@on_a_loop
+async def test_an_error_ends_an_interval_and_what_waits_is_not_handed_out():
+    stream = stream_of(SamplingParams(stream_interval=100, output_kind="delta"))
+    stream.push(0, tokens(" the"), None)
+    stream.push(0, tokens(" end"), None)
+    stream.finish(NodeError("gone"))
+    outputs = stream.outputs()
+    assert (await anext(outputs)).outputs[0].text == " the"
+    with pytest.raises(NodeError):
+        await anext(outputs)
 
 
 def test_snapshots_do_not_change_afterwards():

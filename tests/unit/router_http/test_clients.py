@@ -74,7 +74,6 @@ async def test_harmless_fields_of_newer_clients_change_nothing(bench):
         "prediction": {"type": "content", "content": "x"},
         "prompt_cache_retention": "24h",
         "request_id": "r",
-        "stream_interval": 4,
         "include_reasoning": True,
     }
     body = {"messages": [{**turn, "prefix": True}], **fields}

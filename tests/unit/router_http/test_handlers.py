@@ -385,6 +385,21 @@ async def test_a_client_that_does_not_read_gets_merged_events_and_nothing_is_los
 
 
 @served()
+async def test_an_interval_makes_fewer_events_of_the_same_tokens(bench, engine):
+    body = {"prompt": [5], "stream": True, "stream_interval": 4}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    reply = asyncio.create_task(bench.post({**body, "stream_options": options}))
+    stream = await engine.stream()
+    engine.say(stream, " hello world the end" * 2, "length")
+    stream.finish()
+    *parts, last = chunks((await reply).text)
+    texts = [part["choices"][0]["text"] for part in parts]
+    assert texts == [" hello", " world the end hello", " world the end"]
+    assert [part["usage"]["completion_tokens"] for part in parts] == [1, 5, 8]
+    assert last["usage"]["completion_tokens"] == 8
+
+
+@served()
 async def test_a_connection_that_closes_between_two_tokens_of_a_step_hurts_no_other(
     bench, engine, caplog
 ):
