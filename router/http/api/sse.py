@@ -186,6 +186,7 @@ class EventStream:
 
     async def close(self) -> None:
         """Send what was added, and end the response."""
+        self._is_over = True  # nothing may follow the end on a connection that stays
         await self._flush()
         await self._response.write_eof()
 
@@ -195,7 +196,7 @@ class EventStream:
             self._timer.cancel()
 
     def _take(self, offset: int, delta: CompletionOutput) -> None:
-        if self._is_over:  # another prompt of the request has failed
+        if self._is_over:  # another prompt of the request may have failed
             return
         delta.index += offset
         now_s = monotonic()

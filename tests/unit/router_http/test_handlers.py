@@ -13,7 +13,9 @@ from baton.protocol.errors import Overloaded, RequestError
 from baton.protocol.sampling import Scope
 from baton.router.core.stream import RequestStream, digest_of
 from baton.router.http import submission
+from baton.router.http.api.sse import EventStream
 from baton.router.http.request_log import Running
+from baton.router.outputs import CompletionOutput
 from baton.router.text.chat_template import ChatTemplate
 from tests.support.http_bench import (
     TEXT,
@@ -382,6 +384,24 @@ async def test_a_client_that_does_not_read_gets_merged_events_and_nothing_is_los
     assert "".join(parts) == " hello" * (num_tokens + 1)
     assert len(parts) < num_tokens
     assert received.endswith("data: [DONE]\n\n")
+
+
+@served()
+async def test_nothing_follows_the_end_of_a_response(bench, monkeypatch):
+    close = EventStream.close
+
+    async def close_before_a_token(events: EventStream) -> None:
+        await close(events)
+        events.sink(0)(CompletionOutput(0, "late", [5]))
+
+    monkeypatch.setattr(EventStream, "close", close_before_a_token)
+    body = {"prompt": "the end", "max_tokens": 0, "echo": True, "stream": True}
+    reader, writer = await bench.dial()
+    for _ in range(2):
+        writer.write(posted(body))
+        assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+        await reader.readuntil(b"\r\n0\r\n\r\n")
+    writer.close()
 
 
 @served()
