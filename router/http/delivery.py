@@ -4,12 +4,11 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Sequence
 from functools import partial
-from time import monotonic
 
 from aiohttp import web
 
 from baton.protocol.errors import BatonError
-from baton.router.core.stream import RequestStream, Sink
+from baton.router.core.stream import RequestStream
 from baton.router.http.api.event_ids import wants_ids
 from baton.router.http.api.openai_chunks import (
     ChunkEvents,
@@ -62,7 +61,8 @@ class Delivery:
     ) -> web.Response:
         streams = running.streams
         for index, stream in enumerate(streams):
-            stream.send_to(self._sink(encoder, index * parsed.params.n))
+            counter = DeltaCounter(self._metrics, index, parsed.params.n, encoder.take)
+            stream.send_to(counter.note)
         await _all_ended(streams)
         metrics = [stream.metrics for stream in streams]
         return await self._body(parsed, running, encoder, metrics)
@@ -133,22 +133,11 @@ class Delivery:
         events = self._event_stream(request, parsed, encoder)
         response = await events.open(request, _headers(running.request_id, metrics))
         for output in outputs:
-            events.sink(0)(output)
+            events.take(output)
         events.finish(metrics)
         events.stop()
         await events.close()
         return response
-
-    def _sink(self, encoder: Encoder, offset: int) -> Sink:
-        """Return the sink of a stream whose choices come behind `offset` others."""
-        counter = DeltaCounter(self._metrics)
-
-        def take(delta: CompletionOutput) -> None:
-            counter.note(delta, monotonic())
-            delta.index += offset
-            encoder.take(delta)
-
-        return take
 
     async def _begun(
         self, parsed: ParsedRequest, streams: Sequence[RequestStream], encoder: Encoder

@@ -302,11 +302,12 @@ class ChunkEvents:
         self._num_prompt_tokens = num_prompt_tokens
         self._has_usage = response.tail != ""
         self._ids = EventIds(response) if has_ids else None
-        self._templates = {
-            index: self._template(index, num_prompt_tokens[0], one.num_tokens)
-            for index, one in enumerate(response.received)
-            if one.has_begun
-        }
+        self._templates: list[ChunkTemplate | None] = [None] * num_choices
+        for index, one in enumerate(response.received):
+            if one.has_begun:
+                self._templates[index] = self._template(
+                    index, num_prompt_tokens[0], one.num_tokens
+                )
 
     def show(self, prompts: Sequence[ShownPrompt]) -> None:
         """Show the prompts with what nodes have computed of them."""
@@ -337,7 +338,7 @@ class ChunkEvents:
             self._whole.add(delta)
             return b""
         opening = b""
-        template = self._templates.get(delta.index)
+        template = self._templates[delta.index]
         if template is None:
             opening, template = self._begin(delta.index)
         event = template.fill(delta)

@@ -6,8 +6,7 @@ when there is room. aiohttp sends what is around the events: the headers and the
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import Protocol
 
@@ -15,7 +14,7 @@ from aiohttp import web
 from aiohttp.http import HttpVersion11
 
 from baton.protocol.errors import BatonError
-from baton.router.core.stream import RequestStream, Sink
+from baton.router.core.stream import RequestStream
 from baton.router.http.connections import connection_of
 from baton.router.http.metrics import HttpMetrics
 from baton.router.outputs import CompletionOutput, Merged, RequestMetrics
@@ -49,33 +48,48 @@ class Encoder(Protocol):
 
 
 class DeltaCounter:
-    """Counts the tokens of one response, and the seconds between the deltas of each choice."""
+    """Counts the tokens of one prompt's choices, and the seconds between the deltas of each.
 
-    __slots__ = ("_came_s", "_gaps", "_metrics")
+    `note` is the sink of its stream. Deltas go on to `take`, numbered among the choices of all
+    prompts.
+    """
 
-    def __init__(self, metrics: HttpMetrics) -> None:
+    __slots__ = ("_came_s", "_gaps", "_metrics", "_offset", "_take")
+
+    def __init__(
+        self,
+        metrics: HttpMetrics,
+        prompt_index: int,
+        num_choices: int,  # per prompt
+        take: Callable[[CompletionOutput], object],
+    ) -> None:
         self._metrics = metrics
         self._gaps = metrics.token_gaps
-        self._came_s: dict[int, float] = {}  # when the last delta of each choice came
+        self._offset = prompt_index * num_choices
+        # When the last delta of each choice came.
+        self._came_s: list[float | None] = [None] * num_choices
+        self._take = take
 
-    def note(self, delta: CompletionOutput, now_s: float) -> None:
-        """Count a delta that has just come."""
+    def note(self, delta: CompletionOutput) -> None:
+        """Count a delta that has just come, and pass it on."""
         self._metrics.num_output_tokens += len(delta.token_ids)
-        last_s = self._came_s.get(delta.index)
+        now_s = monotonic()
+        last_s = self._came_s[delta.index]
         self._came_s[delta.index] = now_s
         if last_s is not None:
             new = self._gaps.new
             new.append(now_s - last_s)
             if len(new) >= MAX_NEW:
                 self._gaps.count_new()
+        delta.index += self._offset
+        self._take(delta)
 
 
 class EventStream:
-    """Call `open`, then `relay` or `sink` and `finish`, and `close` however it ended."""
+    """Call `open`, then `relay` or `take` and `finish`, and `close` however it ended."""
 
     __slots__ = (
         "_connection",
-        "_counter",
         "_encoder",
         "_has_ids",
         "_held",
@@ -111,7 +125,6 @@ class EventStream:
         self._silence_s = silence_s
         self._unwritten: list[bytes] = []
         self._num_bytes = 0  # of `_unwritten`
-        self._counter = DeltaCounter(metrics)
         self._held: Merged | None = None  # deltas for a client that reads too slowly
         self._num_left = 0  # streams that have not ended
         self._is_over = False
@@ -156,7 +169,8 @@ class EventStream:
         """
         self._num_left = len(streams)
         for index, stream in enumerate(streams):
-            stream.send_to(self.sink(index))
+            counter = DeltaCounter(self._metrics, index, self._num_choices, self.take)
+            stream.send_to(counter.note)
             stream.call_at_end(self._one_ended)
         while not self._is_over:
             if not self._unwritten and self._held is None:
@@ -169,9 +183,17 @@ class EventStream:
             stream.raise_error()
         self.finish([stream.metrics for stream in streams])
 
-    def sink(self, prompt_index: int) -> Sink:
-        """Return the sink for the deltas of one prompt."""
-        return partial(self._take, prompt_index * self._num_choices)
+    def take(self, delta: CompletionOutput) -> None:
+        """Send a delta, or hold it while the client reads too slowly."""
+        if self._is_over:  # another prompt of the request may have failed
+            return
+        if self._held is not None or self._num_bytes >= FULL_BYTES:
+            if self._held is None:
+                self._held = Merged()
+            self._held.add(delta)
+        elif events := self._encoder.take(delta):
+            self._written_s = monotonic()
+            self._put(events)
 
     def finish(self, metrics: Sequence[RequestMetrics]) -> None:
         """Add the last events of a complete response."""
@@ -194,20 +216,6 @@ class EventStream:
         """Send no more comments. It may be called again."""
         if self._timer is not None:
             self._timer.cancel()
-
-    def _take(self, offset: int, delta: CompletionOutput) -> None:
-        if self._is_over:  # another prompt of the request may have failed
-            return
-        delta.index += offset
-        now_s = monotonic()
-        self._counter.note(delta, now_s)
-        if self._held is not None or self._num_bytes >= FULL_BYTES:
-            if self._held is None:
-                self._held = Merged()
-            self._held.add(delta)
-        elif events := self._encoder.take(delta):
-            self._written_s = now_s
-            self._put(events)
 
     def _put(self, events: bytes) -> None:
         """Write events now, or keep them while the client reads too slowly."""

@@ -392,7 +392,7 @@ async def test_nothing_follows_the_end_of_a_response(bench, monkeypatch):
 
     async def close_before_a_token(events: EventStream) -> None:
         await close(events)
-        events.sink(0)(CompletionOutput(0, "late", [5]))
+        events.take(CompletionOutput(0, "late", [5]))
 
     monkeypatch.setattr(EventStream, "close", close_before_a_token)
     body = {"prompt": "the end", "max_tokens": 0, "echo": True, "stream": True}

@@ -9,6 +9,7 @@ from baton.protocol.ids import NodeId
 from baton.protocol.messages import Load, Totals
 from baton.router.core.health import Health, ServedModel
 from baton.router.core.pair_health import PairTransfers
+from baton.router.http.api import sse
 from baton.router.http.api.sse import DeltaCounter
 from baton.router.http.metrics import MAX_CODES, ROUTER_FAMILIES, HttpMetrics, StatsLine
 from baton.router.outputs import CompletionOutput, RequestMetrics
@@ -85,11 +86,15 @@ def test_counters_of_losses_and_refusals_exist_before_the_first_one():
     )
 
 
-def test_the_gaps_between_the_deltas_of_a_choice_are_observed():
+def test_the_gaps_between_the_deltas_of_a_choice_are_observed(monkeypatch):
+    times = iter([1.0, 1.5, 3.0, 3.5])
+    monkeypatch.setattr(sse, "monotonic", lambda: next(times))
     metrics = HttpMetrics("tiny")
-    counter = DeltaCounter(metrics)
-    for choice, now_s in ((0, 1.0), (1, 1.5), (0, 3.0), (0, 3.5)):
-        counter.note(CompletionOutput(choice, "a", [5, 6]), now_s)
+    taken: list[CompletionOutput] = []
+    counter = DeltaCounter(metrics, 1, 2, taken.append)
+    for choice in (0, 1, 0, 0):
+        counter.note(CompletionOutput(choice, "a", [5, 6]))
+    assert [delta.index for delta in taken] == [2, 3, 2, 2]
     assert metrics.num_output_tokens == 8
     health = Health("ready", (), 0, 0)
     assert value(metrics, health, "baton_inter_token_latency_seconds_count") == 2
