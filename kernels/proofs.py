@@ -17,6 +17,8 @@ import msgspec
 from baton.kernels.state_layout import StateShape
 from baton.runtime.process import die_with_parent
 
+FP8_POOL = "uint8"
+
 
 class NarrowExperts(msgspec.Struct, frozen=True):
     """The experts of a layer whose codes may be kept, as they are on one rank."""
@@ -45,7 +47,7 @@ class ModelShapes(msgspec.Struct, frozen=True):
     head_dim: int
     block_size: int
     dtype: str = "bfloat16"
-    pool_dtype: str = "bfloat16"  # uint8: FP8
+    pool_dtype: str = "bfloat16"  # or `FP8_POOL`
     scale: float = 0.0
     softcap: float = 0.0
     windows: tuple[int, ...] = ()

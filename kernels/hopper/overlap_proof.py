@@ -16,7 +16,7 @@ from torch import Tensor
 from baton.kernels.cuda.pool_writes import rope_and_store
 from baton.kernels.cuda.rows import add_rms_norm, gate_mul
 from baton.kernels.hopper.attention.one_order_proof import captured
-from baton.kernels.proofs import ModelShapes
+from baton.kernels.proofs import FP8_POOL, ModelShapes
 
 CAPABILITY = 9  # and above
 ROWS = (1, 8, 64, 300)
@@ -32,7 +32,7 @@ def missing_for(shapes: ModelShapes, capability: tuple[int, int]) -> str:
         return f"compute capability {capability}"
     if shapes.is_latent:
         return "latent attention"
-    if shapes.pool_dtype != shapes.dtype:
+    if shapes.pool_dtype not in {shapes.dtype, FP8_POOL}:
         return f"a pool of {shapes.pool_dtype}"
     return "" if all(map(all, shapes.linears[:4])) else "layers without an MLP"
 
@@ -59,12 +59,15 @@ class Chain:
         self._norms = [random(hidden).to(dtype) + 1 for _ in range(2)]
         self._head_norm = random(shapes.head_dim).to(dtype) + 1
         self._num_heads = shapes.num_heads
+        self._head_dim = shapes.head_dim
         self._cos_sin = random(POSITIONS, shapes.head_dim)
         size = shapes.block_size
         num_blocks = -(-rows // size)
+        # In a pool of FP8, a row has a byte more.
+        width = shapes.head_dim + (shapes.pool_dtype == FP8_POOL)
         self.pool = torch.zeros(
-            (num_blocks, shapes.kv_heads, LAYERS, 2, size, shapes.head_dim),
-            dtype=dtype,
+            (num_blocks, shapes.kv_heads, LAYERS, 2, size, width),
+            dtype=getattr(torch, shapes.pool_dtype),
             device=device,
         )
         slots = torch.randperm(num_blocks * size, generator=luck, device=device)
@@ -81,7 +84,7 @@ class Chain:
         stream: Tensor | None = None
         for layer in range(LAYERS):
             x, stream = add_rms_norm(x, stream, self._norms[0], EPS, overlaps=overlaps)
-            heads = F.linear(x, qkv).view(len(x), -1, self.pool.shape[5])
+            heads = F.linear(x, qkv).view(len(x), -1, self._head_dim)
             k, v = heads[:, self._num_heads :].chunk(2, dim=1)
             q = rope_and_store(
                 heads[:, : self._num_heads],

@@ -153,6 +153,9 @@ def cases() -> dict[str, Callable[[], object]]:
         "overlapped norm bf16": partial(_norm, overlaps=True),
         "overlapped silu bf16": partial(_silu, overlaps=True),
         "overlapped rope bf16": partial(_rope, bf16, norm=True, overlaps=True),
+        "overlapped rope fp8": partial(
+            _rope, bf16, norm=True, fp8_pool=True, overlaps=True
+        ),
         "product bf16": partial(_product, bf16),
         "product fp32": partial(_product, fp32),
         **{f"product in one part, {n} rows": partial(_one_chain, n) for n in ROWS},

@@ -8,12 +8,13 @@ prints both results as JSON.
 import json
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from baton.kernels.cuda import pool_writes, rows
 from baton.kernels.hopper import overlap_proof
-from baton.kernels.proofs import ModelShapes
+from baton.kernels.proofs import FP8_POOL, ModelShapes
 
 SHAPES = ModelShapes(
     linears=((4 * 32, 64), (64, 64), (96, 64), (64, 48), (512, 64)),
@@ -34,6 +35,8 @@ def main() -> None:
     overlap_proof.LAYERS = 2
     overlap_proof.REPLAYS = 3
     whole = overlap_proof.prove(SHAPES, "cpu")
+    in_fp8 = msgspec.structs.replace(SHAPES, pool_dtype=FP8_POOL)
+    narrow = overlap_proof.prove(in_fp8, "cpu")
     usual = overlap_proof.add_rms_norm
     seen: dict[int, Tensor] = {}
 
@@ -44,7 +47,7 @@ def main() -> None:
         return usual(before if overlaps else x, *given, overlaps=overlaps)
 
     overlap_proof.add_rms_norm = too_early
-    print(json.dumps([whole, overlap_proof.prove(SHAPES, "cpu")]))
+    print(json.dumps([whole, narrow, overlap_proof.prove(SHAPES, "cpu")]))
 
 
 if __name__ == "__main__":

@@ -51,7 +51,8 @@ def test_attention_of_an_8b_model_fits_a_small_gpu_and_spills_no_register(tmp_pa
 def test_a_kernel_that_overlaps_reads_only_weights_before_it_waits(gpu, tmp_path):
     """What the kernel in front writes comes later, and so do all stores and ends."""
     names = ("norm bf16", "overlapped norm bf16", "overlapped silu bf16")
-    reports = compiled(tmp_path, gpu, *names, "overlapped rope bf16")
+    rope = "overlapped rope bf16", "overlapped rope fp8"
+    reports = compiled(tmp_path, gpu, *names, *rope)
     early = {str(report["case"]): report["early"] for report in reports}
     num_loads = 2  # of 4,096 weights by 8 warps, 16 bytes each
     assert early == {
@@ -59,6 +60,7 @@ def test_a_kernel_that_overlaps_reads_only_weights_before_it_waits(gpu, tmp_path
         "overlapped norm bf16": ["LDG"] * num_loads,
         "overlapped silu bf16": [],
         "overlapped rope bf16": [],
+        "overlapped rope fp8": [],
     }
     check(reports, gpu)
 
