@@ -241,6 +241,14 @@ def to_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
     return codes.view(torch.uint8), exponents.to(torch.uint8)
 
 
+def in_fp8(pool: Tensor) -> Tensor:
+    """Return a pool as bytes of FP8, which have one more for each row."""
+    narrow = pool.new_empty((*pool.shape[:-1], pool.shape[-1] + 1), dtype=torch.uint8)
+    codes, exponents = fp8_parts(narrow)
+    codes[:], exponents[:] = to_fp8(pool)
+    return narrow
+
+
 def from_fp8(codes: Tensor, exponents: Tensor) -> Tensor:
     """Return the fp32 numbers of codes, `[..., head_dim]`, and exponents, `[...]`."""
     factors = (exponents.to(torch.int32) << 23).view(torch.float32)

@@ -186,22 +186,46 @@ def load_kv(
         here += to_values
     numbers = load_rows(here, live, HEAD_DIM, DIM, MASKED)
     if is_fp8:
-        # Exponents are loaded as words, because Triton's pipeliner leaves out single bytes.
-        slot = (start % BLOCK_SIZE + tl.arange(0, TILE)) % BLOCK_SIZE
-        first = (
-            blocks.to(tl.int64) * stride_block + BLOCK_SIZE * HEAD_DIM + slot // 4 * 4
+        exponents = load_exponents(
+            kv_ptr + to_values if IS_VALUE else kv_ptr,
+            blocks,
+            start,
+            live,
+            stride_block,
+            HEAD_DIM,
+            BLOCK_SIZE,
+            TILE,
+            MASKED,
         )
-        if IS_VALUE:
-            first += to_values
-        words = (kv_ptr + first).to(tl.pointer_type(tl.int32), bitcast=True)
-        word = tl.load(words, mask=live, other=0) if MASKED else tl.load(words)
-        exponents = word >> slot % 4 * 8 & 0xFF
         # fp16 has the fields of e4m3 and eight more powers of 2.
         factors = (tl.minimum(exponents + 8, 255) << 23).to(tl.float32, bitcast=True)
         codes = numbers.to(tl.uint16)
         bits = (codes & 0x80) << 8 | (codes & 0x7F) << 7
         numbers = bits.to(tl.float16, bitcast=True).to(tl.float32) * factors[:, None]
     return numbers.to(q.dtype)
+
+
+@triton.jit
+def load_exponents(
+    plane_ptr: tl.tensor,
+    blocks: tl.tensor,
+    start: tl.tensor,
+    live: tl.tensor,
+    stride_block: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> tl.tensor:
+    """Load the exponents of the keys, or values, `start:start + TILE`: from 0 to 255.
+
+    They are loaded as words, because Triton's pipeliner leaves out single bytes.
+    """
+    slot = (start % BLOCK_SIZE + tl.arange(0, TILE)) % BLOCK_SIZE
+    first = blocks.to(tl.int64) * stride_block + BLOCK_SIZE * HEAD_DIM + slot // 4 * 4
+    words = (plane_ptr + first).to(tl.pointer_type(tl.int32), bitcast=True)
+    word = tl.load(words, mask=live, other=0) if MASKED else tl.load(words)
+    return word >> slot % 4 * 8 & 0xFF
 
 
 @triton.jit

@@ -9,6 +9,7 @@ from baton.kernels import reference
 from baton.kernels.cuda.rows import add_rms_norm
 from baton.kernels.proofs import (
     CANDIDATES,
+    FP8_POOL,
     LATENT_PREFILL,
     ONE_ORDER,
     PREFILL,
@@ -148,6 +149,10 @@ ATTENTION_SHAPES = {
     "no groups, blocks of 64": ModelShapes((), 8, 8, 128, 64),
     "heads of 80": ModelShapes((), 32, 8, 80, 16, windows=(100,)),
     "heads of 96 in fp16": ModelShapes((), 32, 8, 96, 16, "float16", "float16"),
+    "FP8": ModelShapes((), 32, 8, 128, 16, pool_dtype=FP8_POOL, windows=(1000,)),
+    "FP8, heads of 64": ModelShapes((), 64, 8, 64, 32, pool_dtype=FP8_POOL),
+    "FP8, heads of 256": ModelShapes((), 8, 4, 256, 64, pool_dtype=FP8_POOL),
+    "FP8 in fp16": ModelShapes((), 32, 8, 112, 16, "float16", FP8_POOL),
 }
 
 

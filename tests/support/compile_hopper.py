@@ -33,7 +33,7 @@ from baton.kernels.hopper.attention.prefill import (
     prefill_plan,
 )
 from tests.support.compile_kernels import build, record
-from tools.gpu.kernel_cases import AttentionShape, attention_batch
+from tools.gpu.kernel_cases import AttentionShape, attention_batch, in_fp8
 
 GPU = "90"
 # Of models that the one order takes: Mistral's, Gemma's, and those of gpt-oss.
@@ -47,10 +47,29 @@ OPTIONS: dict[str, dict[str, Any]] = {
     ", window and sinks": {"window": 100, "has_sinks": True},
     ", all options": {"window": 100, "softcap": 50.0, "has_sinks": True},
 }
+# What is compiled over a pool of FP8, too.
+IN_FP8 = (
+    "plain",
+    "few, group of 7",
+    "few, all options",
+    "cuts",
+    "few, cuts",
+    "cuts, heads of 64",
+    "few, cuts, heads of 64",
+    *(
+        f"{form}, heads of {head_dim}{option}"
+        for form in ("cuts", "few, cuts", "decode")
+        for head_dim in (64, 128, 256)
+        for option in (" in fp16", ", window", ", all options")
+    ),
+    *(f"decode, heads of {head_dim}" for head_dim in (64, 128, 256)),
+    *(f"guesses, heads of {head_dim}, all options" for head_dim in (64, 128, 256)),
+)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SPILL = re.compile(r"\b(LDL|STL)\b")
 PRODUCT = re.compile(r"\b(HGMMA|HMMA)\b")
-FEW = 8  # products that a loop of a kernel has at least
+WIDENED = "E4M3.UNPACK"
+FEW = 8  # products, or widened codes, that a loop of a kernel has at least
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -61,10 +80,14 @@ class Machine(msgspec.Struct, frozen=True):
     registers: int
     shared_bytes: int
     loops: int  # that multiply
+    widening_loops: int  # that widen codes and do not multiply
     # Of the innermost loops alone: what is spilled around them costs little.
     spills_in_loops: int
     spills: int
     warnings: list[str]  # of the assembler
+    # Numbers that a thread holds side by side of an operand of a product on warps: with 2, products
+    # add in the order that those on warpgroups have.
+    k_widths: list[int]
 
 
 Cases = dict[str, Callable[[], object]]
@@ -122,6 +145,7 @@ def cases() -> Cases:
                     _prefill, head_dim=head_dim, cuts=True, **few, **options
                 )
     found["guesses, group of 3"] = partial(_decode, head_dim=128, rows=5, group=3)
+    found |= {f"FP8 {name}": partial(found[name], is_fp8=True) for name in IN_FP8}
     for head_dim in (80, 96, 112):
         found[f"cuts, heads of {head_dim}"] = partial(
             _prefill, head_dim=head_dim, cuts=True
@@ -136,6 +160,8 @@ def cases() -> Cases:
         found[f"head of {head_dim}"] = partial(_prefill, head_dim=head_dim)
     found["cuts, heads of 256"] = partial(_prefill, head_dim=256, cuts=True)
     found["few, cuts, heads of 256"] = partial(_prefill, head_dim=256, cuts=True, **few)
+    for name in ("cuts, heads of 256", "few, cuts, heads of 256"):
+        found[f"FP8 {name}"] = partial(found[name], is_fp8=True)
     found["latent"] = _latent
     found["head of 64, all options"] = partial(
         _prefill, head_dim=64, window=100, has_sinks=True
@@ -146,9 +172,11 @@ def cases() -> Cases:
     for block_size in (32, 64):
         found[f"blocks of {block_size}"] = partial(_prefill, block_size=block_size)
         for head_dim in (128, 256):
-            found[f"cuts, heads of {head_dim}, blocks of {block_size}"] = partial(
+            name = f"cuts, heads of {head_dim}, blocks of {block_size}"
+            found[name] = partial(
                 _prefill, head_dim=head_dim, block_size=block_size, cuts=True
             )
+            found[f"FP8 {name}"] = partial(found[name], is_fp8=True)
     return found
 
 
@@ -159,18 +187,20 @@ def _prefill(
     head_dim: int = 128,
     dtype: torch.dtype = DTYPES[0],
     cuts: bool = False,
+    is_fp8: bool = False,
     **options: Any,
 ) -> None:
     shape = AttentionShape(
         (300,), (queries,), 8 * group, 8, head_dim, dtype=dtype, **options
     )
     case = attention_batch(shape, "cpu")
+    pool = in_fp8(case.pool)[0] if is_fp8 else case.pool
     window, softcap, sinks = case.how
     lens = case.query_starts, case.context_lens
-    plan = prefill_plan(case.q, case.pool, *lens, window, cuts=cuts)
+    plan = prefill_plan(case.q, pool, *lens, window, cuts=cuts)
     paged_prefill_attention(
         case.q,
-        case.pool,
+        pool,
         1,
         case.block_tables,
         plan,
@@ -204,6 +234,7 @@ def _decode(
     rows: int = 1,
     dtype: torch.dtype = DTYPES[0],
     group: int = 4,
+    is_fp8: bool = False,
     **options: Any,
 ) -> None:
     shape = AttentionShape(
@@ -214,7 +245,7 @@ def _decode(
     plan = plan_decode(case.context_lens, 8, head_dim, case.how[0], starts=starts)
     one_decode_attention(
         case.q,
-        case.pool,
+        in_fp8(case.pool)[0] if is_fp8 else case.pool,
         1,
         case.block_tables,
         case.context_lens,
@@ -242,10 +273,13 @@ def machine_code(case: str, built: Any, kernel: str) -> Machine:
         for loop in loops
         if sum(bool(PRODUCT.search(line)) for line in loop) >= FEW
     ]
-    inner = [
+    inner = _innermost(multiplying)
+    widening = [
         loop
-        for loop in multiplying
-        if not any(set(other) < set(loop) for other in multiplying)
+        for loop in _innermost(
+            [loop for loop in loops if sum(WIDENED in line for line in loop) >= FEW]
+        )
+        if not any(PRODUCT.search(line) for line in loop)
     ]
     return Machine(
         case,
@@ -253,10 +287,24 @@ def machine_code(case: str, built: Any, kernel: str) -> Machine:
         int(registers[1]),
         built.metadata.shared,
         len(inner),
-        sum(bool(SPILL.search(line)) for loop in inner for line in loop),
+        len(widening),
+        sum(bool(SPILL.search(line)) for loop in inner + widening for line in loop),
         sum(bool(SPILL.search(line)) for line in instructions),
         sorted(set(re.findall(r"C75\d\d|[Ss]erializ\w+", notes))),
+        sorted(
+            set(
+                map(
+                    int, re.findall(r"opIdx = \d, .*?kWidth = (\d)", built.asm["ttgir"])
+                )
+            )
+        ),
     )
+
+
+def _innermost(loops: list[list[str]]) -> list[list[str]]:
+    return [
+        loop for loop in loops if not any(set(other) < set(loop) for other in loops)
+    ]
 
 
 def _said(*command: str | Path) -> str:

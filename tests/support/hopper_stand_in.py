@@ -13,6 +13,7 @@ from torch import Tensor
 
 from baton.kernels.constants import LOG2_E
 from baton.kernels.hopper.attention.prefill_kernel import prefill_kernel
+from baton.kernels.reference import from_fp8
 from baton.model.layers.attention import Scoring
 from tests.support.one_order import Arithmetic, attend, tile_keys
 
@@ -41,9 +42,12 @@ class StandIn:
         q_desc = a["q_desc"]
         kv_desc = a["kv_desc"]
         assert q_desc.block_shape == [64 // a["PACK"], 1, a["PACK"], 64]
-        assert kv_desc.block_shape == [a["PAGE"], 64]
         q = q_desc.base.as_strided(q_desc.shape, q_desc.strides)
         kv = kv_desc.base.as_strided(kv_desc.shape, kv_desc.strides)
+        if kv_desc.base.dtype == torch.uint8:
+            assert kv_desc.block_shape == [1, a["PAGE"], min(a["DIM"], 128)]
+        else:
+            assert kv_desc.block_shape == [a["PAGE"], 64]
         bounds = a["plan"].view(-1).tolist()
         items = a["plan"].tolist()
         for program in range(num_programs):
@@ -64,9 +68,13 @@ class StandIn:
             context = -(-context // page) * page
         keys = torch.arange(begin * a["KEYS"], min(end * a["KEYS"], context))
         rows = table[keys // page].long() * a["block_rows"] + a["base_rows"]
-        rows += kv_head * a["head_rows"] + keys % page
-        k = kv[rows]
-        v = kv[rows + page]
+        rows += kv_head * a["head_rows"]
+        if kv.dtype == torch.uint8:
+            k, v = (self._widened(kv, rows + n, keys % page, a) for n in range(2))
+            k, v = k.to(q.dtype), v.to(q.dtype)
+        else:
+            k = kv[rows + keys % page]
+            v = kv[rows + keys % page + page]
         i = torch.arange(count * pack)
         heads = head % group + i % pack
         i = i[heads < group]
@@ -93,6 +101,22 @@ class StandIn:
         if "rounds apart" in self._faults and a["WARPGROUPS"] == 1:
             out = out * (1 + 2**-8)
         a["out_ptr"][token + i // pack, kv_head * group + heads] = out.to(q.dtype)
+
+    def _widened(
+        self, codes: Tensor, tiles: Tensor, slots: Tensor, a: dict[str, Any]
+    ) -> Tensor:
+        """Return what rows of tiles of codes stand for, each with the exponent behind the tile."""
+        page = a["PAGE"]
+        pool = a["pool_ptr"].reshape(-1)
+        exponents = pool[
+            tiles * page * (a["HEAD_DIM"] + 1) + page * a["HEAD_DIM"] + slots
+        ]
+        if "forgets exponents" in self._faults:
+            exponents = torch.full_like(exponents, 127)
+        numbers = from_fp8(codes[tiles, slots], exponents)
+        # As if a product of another length rounded otherwise.
+        is_wrong = "widens apart" in self._faults
+        return numbers * (1 + 2**-7) if is_wrong else numbers
 
     def _latent_item(
         self, item: list[int], q: Tensor, kv: Tensor, a: dict[str, Any]

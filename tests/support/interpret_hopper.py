@@ -6,6 +6,7 @@ contexts with its torch form, and `long guesses` with a size of heads compares r
 with each row alone. One process for all saves the imports of the others.
 """
 
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -32,6 +33,7 @@ from baton.kernels.hopper.attention.decode import one_decode_attention, plan_dec
 from baton.kernels.hopper.attention.latent_prefill import PLAIN_DIM, TURNED_DIM
 from baton.kernels.hopper.attention.prefill_plan import plan_prefill
 from baton.kernels.proofs import (
+    FP8_POOL,
     LATENT_PREFILL,
     ONE_ORDER,
     PREFILL,
@@ -51,6 +53,7 @@ from tools.gpu.kernel_cases import (
     LAYER,
     AttentionShape,
     attention_batch,
+    in_fp8,
     rotation_table,
     rows_alone,
     rows_in_tiles,
@@ -297,6 +300,18 @@ def said_by_proofs() -> dict[str, str]:
         "options": _said(prefill_proof, options),
         "one order": _said(one_order_proof, ordered),
     }
+    narrow = {
+        "FP8": (prefill_proof, msgspec.structs.replace(options, pool_dtype=FP8_POOL)),
+        "FP8, one order": (
+            one_order_proof,
+            msgspec.structs.replace(ordered, head_dim=80, pool_dtype=FP8_POOL),
+        ),
+    }
+    for name, (proof, shapes) in narrow.items():
+        said[name] = _said(proof, shapes)
+    said["forgets exponents, FP8"] = _said(*narrow["FP8"], "forgets exponents")
+    name = "widens apart, FP8, one order"
+    said[name] = _said(*narrow["FP8, one order"], "widens apart")
     large = msgspec.structs.replace(ordered, head_dim=256, windows=())
     said["heads of 256"] = _said(one_order_proof, large)
     latent = msgspec.structs.replace(
@@ -367,11 +382,12 @@ def layers_beside_triton() -> dict[str, str]:
         len(positions), 8 * 64, generator=torch.Generator().manual_seed(0)
     )
     found = {}
-    for is_ordered in (False, True):
+    kinds = itertools.product((False, True), (case.pool, in_fp8(case.pool)[0]))
+    for is_ordered, pool in kinds:
         outs = []
         for proven in (frozenset[str](), frozenset({PREFILL, ONE_ORDER})):
             backend = CudaBackend(
-                case.pool.clone(),
+                pool.clone(),
                 4,
                 [rotation_table(128, 64)],
                 1e-6,

@@ -104,7 +104,7 @@ def runner(
     is_ordered: bool,
     proven: frozenset[str] = frozenset(),
 ) -> Runner:
-    """Build a rank of a `kind`: dense, latent, sparse, states, kinds or drafts."""
+    """Build a rank of a `kind`: dense, latent, sparse, states, kinds, drafts or fp8."""
     is_latent = kind in {"latent", "sparse"}
     is_sparse = kind == "sparse"
     has_states = kind == "states"
@@ -115,6 +115,9 @@ def runner(
     if is_latent:
         stored = (1, SHAPE.num_layers, 1, BLOCK_SIZE, LATENT.row_dim)
     pool = torch.empty((NUM_BLOCKS, *stored), dtype=dtype, device=device)
+    if kind == "fp8":
+        stored = (*stored[:-1], SHAPE.head_dim + 1)
+        pool = torch.empty((NUM_BLOCKS, *stored), dtype=torch.uint8, device=device)
     states = None
     if has_states:
         block_bytes = pool.stride(0) * pool.element_size()
@@ -395,6 +398,7 @@ def main() -> None:
         "kinds": steps_of("kinds"),
         "hopper": steps_of(proven=HOPPER),
         "hopper ordered": steps_of(is_ordered=True, proven=HOPPER),
+        "hopper fp8": steps_of("fp8", is_ordered=True, proven=HOPPER),
         "drafts": steps_of("drafts"),
         "hopper drafts": steps_of("drafts", proven=HOPPER),
         "drafts graphs": steps_of("drafts", with_graphs=True),

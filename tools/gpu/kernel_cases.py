@@ -122,10 +122,8 @@ def in_fp8(pool: Tensor) -> tuple[Tensor, Tensor]:
     """Return a pool in FP8, and the pool of that type which holds the same numbers."""
     from baton.kernels import reference
 
-    narrow = pool.new_zeros((*pool.shape[:-1], pool.shape[-1] + 1), dtype=torch.uint8)
-    codes, exponents = reference.fp8_parts(narrow)
-    codes[:], exponents[:] = reference.to_fp8(pool)
-    return narrow, reference.from_fp8(codes, exponents).to(pool.dtype)
+    narrow = reference.in_fp8(pool)
+    return narrow, reference.from_fp8(*reference.fp8_parts(narrow)).to(pool.dtype)
 
 
 def check_fp8_pool(shape: AttentionShape, device: str, *, ordered: bool = False) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels import reference
-from baton.kernels.proofs import ModelShapes
+from baton.kernels.proofs import FP8_POOL, ModelShapes
 
 LAYERS = 2
 LAYER = 1
@@ -27,7 +27,7 @@ class AttentionCase:
     contexts: tuple[int, ...]
     queries: tuple[int, ...]
     q: Tensor  # [num_tokens + PADDING, num_heads, head_dim]
-    pool: Tensor  # [num_blocks, kv_heads, LAYERS, 2, block_size, head_dim]
+    pool: Tensor  # [num_blocks, kv_heads, LAYERS, 2, block_size, head_dim], or FP8
     block_tables: Tensor
     scale: float
     softcap: float | None
@@ -109,7 +109,7 @@ def attention_case(
         contexts=contexts,
         queries=queries,
         q=packed.to(dtype)[:, : shapes.num_heads],
-        pool=pool,
+        pool=reference.in_fp8(pool) if shapes.pool_dtype == FP8_POOL else pool,
         block_tables=tables,
         scale=shapes.scale or dim**-0.5,
         softcap=shapes.softcap or None,

@@ -8,6 +8,8 @@ for all layers that see equally many keys.
 
 Rows of a sequence, such as those of guesses, share a tile of 16 rows and the loads of its keys.
 What a row does not see changes none of its bits, so a row has those that it has alone.
+
+Codes of an FP8 pool become numbers of the model's type before they are multiplied, as in prefill.
 """
 
 # ruff: noqa: N803, PLR0913, PLR0915, PLR0917, RUF005
@@ -29,6 +31,7 @@ from baton.kernels.cuda.paged import (
     check_pool,
     interpreted,
     load_blocks,
+    load_exponents,
     merge,
     new_rows,
     num_programs,
@@ -377,6 +380,44 @@ def _store_part(
 
 
 @triton.jit
+def _load_fp8(
+    plane_ptr: tl.tensor,
+    codes: tl.tensor,
+    blocks: tl.tensor,
+    start: tl.tensor,
+    live: tl.tensor,
+    q: tl.tensor,
+    stride_block: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    UPCAST: tl.constexpr,
+) -> tl.tensor:
+    """Return what a tile of codes stands for, as `reference.from_fp8` says, in the model's type."""
+    exponents = load_exponents(
+        plane_ptr,
+        blocks,
+        start,
+        live,
+        stride_block,
+        HEAD_DIM,
+        BLOCK_SIZE,
+        KEYS,
+        True,
+    )
+    factors = (exponents << 23).to(tl.float32, bitcast=True)
+    numbers = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    numbers = (numbers * factors[:, None]).to(q.dtype)
+    if not UPCAST:
+        # An instruction that Triton does not see through. It would take another order within each
+        # 16 numbers of a product, that of bytes, which prefill does not have.
+        numbers = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [numbers], dtype=q.dtype, is_pure=False, pack=2
+        )
+    return numbers
+
+
+@triton.jit
 def _capped(
     s: tl.tensor, scale_log2: tl.tensor, cap_log2: tl.tensor, UPCAST: tl.constexpr
 ) -> tl.tensor:
@@ -472,6 +513,8 @@ def _decode_kernel(
     following = tl.load(at + 5)
     if count == 0:
         return
+    is_fp8: tl.constexpr = pool_ptr.dtype.element_ty == tl.uint8
+    to_values: tl.constexpr = BLOCK_SIZE * (HEAD_DIM + 1 if is_fp8 else HEAD_DIM)
     r = tl.arange(0, ROWS)
     d = tl.arange(0, DIM)
     i = tl.arange(0, KEYS)
@@ -521,7 +564,35 @@ def _decode_kernel(
         here = here + rows[:, None] + d[None, :]
         loaded = _within(live, d, HEAD_DIM, DIM)
         k = tl.load(here, mask=loaded, other=0.0)
-        v = tl.load(here + BLOCK_SIZE * HEAD_DIM, mask=loaded, other=0.0)
+        v = tl.load(here + to_values, mask=loaded, other=0.0)
+        if is_fp8:
+            plane = pool_ptr + (head.to(tl.int64) * stride_head + layer_offset)
+            k = _load_fp8(
+                plane,
+                k,
+                blocks,
+                start,
+                live,
+                q,
+                stride_block,
+                HEAD_DIM,
+                BLOCK_SIZE,
+                KEYS,
+                UPCAST,
+            )
+            v = _load_fp8(
+                plane + to_values,
+                v,
+                blocks,
+                start,
+                live,
+                q,
+                stride_block,
+                HEAD_DIM,
+                BLOCK_SIZE,
+                KEYS,
+                UPCAST,
+            )
         opens = (t & cut_mask(t, KEYS)) == 0
         if WINDOWED:
             opens = opens | (t == _first_tile(least, window, KEYS, WINDOWED))
@@ -548,7 +619,7 @@ def _decode_kernel(
         shrink = tl.exp2(m - top)  # 0 where a cut opens
         norm = tl.fma(norm, shrink, row_sum(p, ROWS, KEYS))
         acc = tl.where(opens, 0.0, acc * shrink[:, None])
-        p = p.to(pool_ptr.dtype.element_ty)
+        p = p.to(q_ptr.dtype.element_ty)
         acc = tl.dot(p.to(tl.float32) if UPCAST else p, v, acc)
         m = m_new
         if closes:

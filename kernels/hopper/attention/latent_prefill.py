@@ -254,6 +254,7 @@ def expanded_prefill_attention(
             own.items,
             out,
             own.items,
+            None,
             carried,
             sums,
             0,

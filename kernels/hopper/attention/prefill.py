@@ -24,15 +24,17 @@ from baton.kernels.hopper.attention.order import LARGEST_DIM, tile_keys
 from baton.kernels.hopper.attention.prefill_kernel import prefill_kernel
 from baton.kernels.hopper.attention.prefill_plan import plan_prefill
 from baton.kernels.launch import Launcher, next_power_of_2
+from baton.kernels.reference import pool_head_dim
 
 CAPABILITY = (9, 0)
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 80, 96, 112, 128, 256)
 BLOCK_SIZES = (16, 32, 64)
-VALUE_BYTES = 2
 ROWS = 64  # of a warpgroup
 # By warpgroups: registers of a thread of the second one and of the producer, and at launch.
 REGISTERS = {1: (232, 40, 255), 2: (232, 40, 168)}
+# Of a producer that widens codes, which is a warpgroup.
+WIDENING_REGISTERS = {1: (224, 152, 255), 2: (224, 56, 168)}
 
 launch_prefill = Launcher(prefill_kernel)
 
@@ -68,7 +70,9 @@ class PrefillPlan:
 def tiles_of(q: Tensor, pool: Tensor, *, cuts: bool) -> tuple[Tile, Tile]:
     """Return the tiles for chunks of few tokens and for others. Both give a token equal bits."""
     dim = max(64, next_power_of_2(q.shape[2]))
-    stages = 3 if dim == 64 else 2
+    # The room of a tile is taken for longer where its codes are widened there.
+    has_room = dim == 64 or (dim == 128 and pool.dtype == torch.uint8 and not cuts)
+    stages = 3 if has_room else 2
     sizes = (dim, tile_keys(dim), stages)
     pack = next_power_of_2(q.shape[1] // pool.shape[1])
     # Two warpgroups have no room for the sums of the cuts before in heads above 128.
@@ -100,7 +104,7 @@ def prefill_plan(
 
     `cuts` gives a token the bits that `one_decode_attention` gives it.
     """
-    num_tokens, num_heads, head_dim = q.shape
+    num_tokens, num_heads, _ = q.shape
     kv_heads = pool.shape[1]
     group = num_heads // kv_heads
     if tile is None:
@@ -115,7 +119,7 @@ def prefill_plan(
         group if tile.pack == 1 else 1,
         tile.queries,
         tile.keys,
-        2 * head_dim * VALUE_BYTES,
+        2 * pool.shape[5] * pool.element_size(),
         count,
         window,
     )
@@ -145,7 +149,11 @@ def paged_prefill_attention(
     assert block_size <= tile.keys
     scale_log2, cap_log2 = in_powers_of_2(scale, softcap)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    registers, producer_registers, most_registers = REGISTERS[tile.warpgroups]
+    is_fp8 = pool.dtype == torch.uint8
+    row = _row_of(pool)
+    registers, producer_registers, most_registers = (
+        WIDENING_REGISTERS if is_fp8 else REGISTERS
+    )[tile.warpgroups]
     launch_prefill(
         (plan.num_programs, 1, 1),
         _queries(q, pool.shape[1], tile.pack),
@@ -156,11 +164,12 @@ def paged_prefill_attention(
         block_tables,
         out,
         plan.items if sinks is None else sinks,
+        pool if is_fp8 else None,
         None,
         None,
-        layer * pool.stride(2) // head_dim,
-        pool.stride(0) // head_dim,
-        pool.stride(1) // head_dim,
+        layer * pool.stride(2) // row,
+        pool.stride(0) // row,
+        pool.stride(1) // row,
         block_tables.stride(0),
         plan.window or NO_WINDOW,
         scale_log2,
@@ -199,25 +208,46 @@ def _queries(q: Tensor, kv_heads: int, pack: int) -> TensorDescriptor:
     )
 
 
+def _row_of(pool: Tensor) -> int:
+    """Return the elements of a row of a pool: a slot's, or in FP8 those of a block's tile."""
+    block_size, width = pool.shape[4:]
+    return block_size * width if pool.dtype == torch.uint8 else width
+
+
 def _rows(pool: Tensor) -> TensorDescriptor:
-    """Describe a pool as rows of keys and values; a box is 64 numbers of each row of a block."""
-    head_dim = pool.shape[5]
+    """Describe a pool as rows of keys and values; a box is 64 numbers of each row of a block.
+
+    An FP8 pool is described as tiles of codes, which have exponents between them.
+    """
+    block_size = pool.shape[4]
+    head_dim = pool_head_dim(pool)
+    row = _row_of(pool)
+    is_fp8 = pool.dtype == torch.uint8
     last = sum(
         (size - 1) * stride
-        for size, stride in zip(pool.shape[:5], pool.stride(), strict=False)
+        for size, stride in zip(
+            pool.shape[: 4 if is_fp8 else 5], pool.stride(), strict=False
+        )
     )
-    assert not any(stride % head_dim for stride in pool.stride()[:3])
-    return described(
-        pool, [last // head_dim + 1, head_dim], [head_dim, 1], [pool.shape[4], 64]
-    )
+    assert not any(stride % row for stride in pool.stride()[:3])
+    if is_fp8:
+        shape = [last // row + 1, block_size, head_dim]
+        columns = 64 if head_dim <= 64 else 128
+        return described(pool, shape, [row, head_dim, 1], [1, block_size, columns])
+    return described(pool, [last // row + 1, head_dim], [head_dim, 1], [block_size, 64])
 
 
 def described(
     tensor: Tensor, shape: list[int], strides: list[int], box: list[int]
 ) -> TensorDescriptor:
-    return TensorDescriptor(tensor, shape, strides, box, _layout(len(shape)))
+    row_bytes = box[-1] * tensor.element_size()
+    layout = _layout(len(shape), tensor.element_size(), row_bytes)
+    return TensorDescriptor(tensor, shape, strides, box, layout)
 
 
 @functools.cache
-def _layout(rank: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
+def _layout(rank: int, num_bytes: int, row_bytes: int) -> gl.NVMMASharedLayout:
+    """Return how a box lies in shared memory whose rows fill the swizzled width."""
+    return gl.NVMMASharedLayout(
+        swizzle_byte_width=row_bytes, element_bitwidth=8 * num_bytes, rank=rank
+    )

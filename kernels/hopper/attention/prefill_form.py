@@ -25,6 +25,7 @@ class Form:
     SINKS: gl.constexpr
     CUTS: gl.constexpr
     LATENT: gl.constexpr
+    FP8: gl.constexpr  # the pool, whose codes a warpgroup widens
     PINGPONG: gl.constexpr  # the warpgroups begin their products in turns
 
     @gluon.constexpr_function
@@ -43,6 +44,7 @@ class Form:
         SINKS: bool,
         CUTS: bool,
         LATENT: bool,
+        FP8: bool,
     ) -> None:
         self.HEAD_DIM = gl.constexpr(HEAD_DIM)
         self.DIM = gl.constexpr(DIM)
@@ -57,6 +59,7 @@ class Form:
         self.SINKS = gl.constexpr(SINKS)
         self.CUTS = gl.constexpr(CUTS)
         self.LATENT = gl.constexpr(LATENT)
+        self.FP8 = gl.constexpr(FP8)
         self.PINGPONG = gl.constexpr(WARPGROUPS == 2)
 
 
@@ -155,13 +158,13 @@ def products(columns: int) -> gl.NVMMADistributedLayout:
 
 
 @gluon.constexpr_function
-def out_layout(dim: int, cuts: bool) -> gl.DistributedLinearLayout:
+def out_layout(dim: int, has_room: bool) -> gl.DistributedLinearLayout:
     """The layout in which results are stored: rows are where the products have them.
 
-    A thread has eight neighbours of a row. With cuts it has four: they come from the products' by
-    one exchange of lanes, and need no shared memory, which the total takes.
+    A thread has eight neighbours of a row. Where shared memory has no room for an exchange it has
+    four, which come from the products' by one exchange of lanes.
     """
-    if cuts:
+    if not has_room:
         panels = [[0, n] for n in (16, 32, 64, 128) if n < dim]
         return gl.DistributedLinearLayout(
             [[0, 1], [0, 2], [8, 0], *panels],

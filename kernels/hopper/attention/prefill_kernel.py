@@ -1,9 +1,10 @@
 """The kernel of prefill attention: persistent programs that take items from a plan, in Gluon.
 
 An item is a tile of queries, of one head or of all that share a KV head, over its tiles of keys.
-One warp of a program brings queries, keys and values by TMA and goes on to the next item, while one
-or two warpgroups of 64 rows each finish theirs. Keys are cut at absolute positions, so the bits of
-a query depend neither on its chunk nor on its tile. With `CUTS`, sums have the order of order.py.
+One warp of a program, or a warpgroup that widens codes, brings queries, keys and values by TMA and
+goes on to the next item, while one or two warpgroups of 64 rows each finish theirs. Keys are cut at
+absolute positions, so the bits of a query depend neither on its chunk nor on its tile. With `CUTS`,
+sums have the order of order.py.
 
 With `LATENT`, keys and values are those to which some latent rows of each sequence were expanded,
 and all heads share the last numbers of a key. The sums of a query over these keys are merged with
@@ -16,7 +17,6 @@ those over the keys before, which other launches have left in memory.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -32,6 +32,14 @@ from baton.kernels.hopper.attention.prefill_form import (
     products,
 )
 from baton.kernels.hopper.attention.prefill_plan import RECORD
+from baton.kernels.hopper.attention.prefill_producers import (
+    FEW_ROWS,
+    PIECE,
+    Narrow,
+    code_columns,
+    produce,
+    produce_widened,
+)
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 
@@ -321,7 +329,7 @@ def _consume(
 ) -> None:
     """Warpgroup `C` of a program."""
     SCORES: gl.constexpr = products(form.KEYS)
-    OUT: gl.constexpr = out_layout(form.DIM, form.CUTS)
+    OUT: gl.constexpr = out_layout(form.DIM, not (form.CUTS or form.FP8))
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     g = 0  # tiles of keys so far
     o = 0  # turns of the tensor cores so far
@@ -484,147 +492,45 @@ def _consume(
 
 
 @gluon.jit
-def _produce(
-    q_desc: tma.tensor_descriptor,
-    kv_desc: tma.tensor_descriptor,
-    q_turned_desc: tma.tensor_descriptor | None,
-    k_turned_desc: tma.tensor_descriptor | None,
-    table_ptr: gl.tensor,
-    stride_table: gl.tensor,
-    base_rows: gl.tensor,
-    block_rows: gl.tensor,
-    head_rows: gl.tensor,
-    q_parts: gl.shared_memory_descriptor,
-    k_pages: gl.shared_memory_descriptor,
-    v_pages: gl.shared_memory_descriptor,
-    q_turned_parts: gl.shared_memory_descriptor,
-    k_turned_pages: gl.shared_memory_descriptor,
-    shared: Shared,
-    inputs: Inputs,
+def _narrow(
+    tiles: gl.shared_memory_descriptor,
+    full: gl.shared_memory_descriptor,
+    empty: gl.shared_memory_descriptor,
+    factors: gl.shared_memory_descriptor,
+    code_desc: tma.tensor_descriptor,
     form: Form,
-) -> None:
-    """The warp of a program that brings its tiles."""
-    PAGE: gl.constexpr = form.PAGE
+) -> Narrow:
+    """The room of tiles as what widens them sees it."""
     PAGES: gl.constexpr = form.KEYS // form.PAGE
-    PANELS: gl.constexpr = form.DIM // 64
-    # Expanded values lie behind the keys of their head, others a block's rows below them.
-    V_ROWS: gl.constexpr = 0 if form.LATENT else PAGE
-    V_COLUMNS: gl.constexpr = form.DIM if form.LATENT else 0
-    KEY_NUMBERS: gl.constexpr = form.DIM + (64 if form.LATENT else 0)
-    ROWS_AT_ONCE: gl.constexpr = 16
-    TAIL: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    g = 0
-    t = 0
-    tails = 0
-    first = inputs.plan + 2 * gl.program_id(0)
-    for item in range(gl.load(first), gl.load(first + 1)):
-        record = inputs.plan + item * RECORD
-        token = gl.load(record)
-        begin = gl.load(record + 3)
-        end = gl.load(record + 4)
-        head = gl.load(record + 5)
-        context = gl.load(record + 7)
-        kv_head = head // form.GROUP
-        base_row = base_rows + kv_head * head_rows
-        table = table_ptr + gl.load(record + 6).to(gl.int64) * stride_table
-        for j in range(begin, end):
-            rows = ()
-            column = 0
-            first_row = base_row
-            if form.LATENT:
-                first_row = gl.load(record + 6) + j * form.KEYS
-                rows = rows + (first_row,)  # type: ignore[assignment]
-                column = head * (2 * form.DIM)
-            else:
-                for i in gl.static_range(PAGES):
-                    page = j * PAGES + i
-                    block = gl.load(table + page, mask=page * PAGE < context, other=0)
-                    rows = rows + (block * block_rows + base_row,)  # type: ignore[assignment]
-            stage = g % form.STAGES
-            turn = ((g // form.STAGES) & 1) ^ 1
-            mbarrier.wait(shared.k_empty.index(stage), turn)
-            k_full = shared.k_full.index(stage)
-            mbarrier.expect(k_full, form.KEYS * KEY_NUMBERS * 2)
-            for i in gl.static_range(PAGES):
-                for part in gl.static_range(PANELS):
-                    tma.async_copy_global_to_shared(
-                        kv_desc,
-                        [rows[i], column + part * 64],
-                        k_full,
-                        k_pages.index((stage * PANELS + part) * PAGES + i),
-                    )
-            if form.LATENT:
-                tma.async_copy_global_to_shared(
-                    k_turned_desc, [first_row, 0], k_full, k_turned_pages.index(stage)
-                )
-            if j == begin:
-                for c in gl.static_range(form.WARPGROUPS):
-                    mbarrier.wait(shared.q_empty.index(c), (t & 1) ^ 1)
-                    mbarrier.expect(shared.q_full.index(c), 64 * KEY_NUMBERS * 2)
-                    for part in gl.static_range(PANELS):
-                        tma.async_copy_global_to_shared(
-                            q_desc,
-                            [
-                                token + c * (64 // form.PACK),
-                                kv_head,
-                                head % form.GROUP,
-                                part * 64,
-                            ],
-                            shared.q_full.index(c),
-                            q_parts.index(c * PANELS + part),
-                        )
-                    if form.LATENT:
-                        tma.async_copy_global_to_shared(
-                            q_turned_desc,
-                            [token + c * 64, head, 0, 0],
-                            shared.q_full.index(c),
-                            q_turned_parts.index(c),
-                        )
-            mbarrier.wait(shared.v_empty.index(stage), turn)
-            v_full = shared.v_full.index(stage)
-            if form.LATENT or j * form.KEYS + form.KEYS <= context:
-                mbarrier.expect(v_full, form.KEYS * form.DIM * 2)
-                for i in gl.static_range(PAGES):
-                    for part in gl.static_range(PANELS):
-                        tma.async_copy_global_to_shared(
-                            kv_desc,
-                            [rows[i] + V_ROWS, column + V_COLUMNS + part * 64],
-                            v_full,
-                            v_pages.index((stage * PANELS + part) * PAGES + i),
-                        )
-            else:
-                # Values behind the end must be zeros: a weight of 0 times NaN is NaN.
-                for i in gl.static_range(PAGES):
-                    live = j * form.KEYS + i * PAGE < context
-                    mbarrier.expect(shared.tail, PAGE * form.DIM * 2, pred=live)
-                    mbarrier.arrive(shared.tail, count=1, pred=live == 0)
-                    for part in gl.static_range(PANELS):
-                        tma.async_copy_global_to_shared(
-                            kv_desc,
-                            [rows[i] + PAGE, part * 64],
-                            shared.tail,
-                            v_pages.index((stage * PANELS + part) * PAGES + i),
-                            pred=live,
-                        )
-                mbarrier.wait(shared.tail, tails & 1)
-                tails += 1
-                # As many rows at once as the few registers of this warp hold.
-                slot = gl.arange(0, ROWS_AT_ONCE, layout=gl.SliceLayout(1, TAIL))
-                for number in range(PAGES):
-                    after = j * form.KEYS + (number + 1) * PAGE - context
-                    if after > 0:
-                        for panel in gl.static_range(PANELS):
-                            box = v_pages.index(
-                                (stage * PANELS + panel) * PAGES + number
-                            )
-                            for top in gl.static_range(0, PAGE, ROWS_AT_ONCE):
-                                piece = box.slice(top, ROWS_AT_ONCE)
-                                seen = (top + slot < PAGE - after)[:, None]
-                                piece.store(gl.where(seen, piece.load(TAIL), 0.0))
-                fence_async_shared()
-                mbarrier.arrive(v_full, count=1)
-            g += 1
-        t += 1
+    PIECES: gl.constexpr = form.KEYS // PIECE
+    PANELS: gl.constexpr = form.STAGES * form.DIM // 64
+    COLUMNS: gl.constexpr = code_columns(form.DIM)
+    PARTS: gl.constexpr = form.STAGES * form.DIM // COLUMNS
+    CODES: gl.constexpr = gl.NVMMASharedLayout(
+        swizzle_byte_width=COLUMNS, element_bitwidth=8, rank=2
+    )
+    WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    come = gl.allocate_shared_memory(
+        gl.int64, [form.STAGES, 1], mbarrier.MBarrierLayout()
+    )
+    for i in gl.static_range(form.STAGES):
+        mbarrier.init(come.index(i), count=1)
+    return Narrow(
+        tiles._reinterpret(
+            gl.uint8, [PARTS * 2 * PAGES, 1, form.PAGE, COLUMNS], code_desc.layout
+        ),
+        tiles._reinterpret(gl.uint8, [PARTS * 2 * PIECES, PIECE, COLUMNS], CODES),
+        tiles._reinterpret(
+            gl.int32,
+            [PARTS * 2 * form.KEYS // FEW_ROWS, FEW_ROWS, COLUMNS // 4],
+            WORDS,
+        ),
+        tiles._reinterpret(tiles.dtype, [PANELS * PIECES, PIECE, 64], tiles.layout),
+        factors,
+        come,
+        full,
+        empty,
+    )
 
 
 @gluon.jit(
@@ -639,6 +545,7 @@ def prefill_kernel(
     table_ptr: gl.tensor,
     out_ptr: gl.tensor,
     sink_ptr: gl.tensor,
+    pool_ptr: gl.tensor | None,
     carried_ptr: gl.tensor | None,
     carried_sum_ptr: gl.tensor | None,
     base_rows: gl.tensor,
@@ -665,7 +572,8 @@ def prefill_kernel(
     REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ) -> None:
-    TYPE: gl.constexpr = kv_desc.dtype
+    TYPE: gl.constexpr = q_desc.dtype
+    FP8: gl.constexpr = kv_desc.dtype == gl.uint8
     PAGES: gl.constexpr = KEYS // PAGE
     PANELS: gl.constexpr = DIM // 64
     ZERO: gl.constexpr = 0
@@ -688,8 +596,6 @@ def prefill_kernel(
     q_parts = q._reinterpret(
         TYPE, [WARPGROUPS * PANELS, 64 // PACK, 1, PACK, 64], q_desc.layout
     )
-    k_pages = k._reinterpret(TYPE, [STAGES * PANELS * PAGES, PAGE, 64], kv_desc.layout)
-    v_pages = v._reinterpret(TYPE, [STAGES * PANELS * PAGES, PAGE, 64], kv_desc.layout)
     if LATENT:
         q_turned = gl.allocate_shared_memory(TYPE, [WARPGROUPS, 64, 64], TILE)
         k_turned = gl.allocate_shared_memory(TYPE, [STAGES, KEYS, 64], TILE)
@@ -701,7 +607,7 @@ def prefill_kernel(
         q_turned = q
         k_turned = k
         q_turned_parts = q_parts
-        k_turned_pages = k_pages
+        k_turned_pages = k
         q_turned_desc = q_desc
         k_turned_desc = kv_desc
         carried_ptr = plan
@@ -747,6 +653,7 @@ def prefill_kernel(
         SINKS,
         CUTS,
         LATENT,
+        FP8,
     )
     inputs = Inputs(plan, window, scale, cap)
     consumed = (
@@ -758,39 +665,83 @@ def prefill_kernel(
         inputs,
         form,
     )
-    produced = (
-        q_desc,
-        kv_desc,
-        q_turned_desc,
-        k_turned_desc,
-        table_ptr,
-        stride_table,
-        base_rows,
-        block_rows,
-        head_rows,
-        q_parts,
-        k_pages,
-        v_pages,
-        q_turned_parts,
-        k_turned_pages,
-        shared,
-        inputs,
-        form,
-    )
-    if WARPGROUPS == 1:
-        gl.warp_specialize(
-            [(_consume, (ZERO,) + consumed), (_produce, produced)],
-            [1],
-            [PRODUCER_REGISTERS],
+    if FP8:
+        factors = gl.allocate_shared_memory(
+            gl.float32, [KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0])
         )
+        brought = (
+            q_desc,
+            kv_desc,
+            pool_ptr,
+            table_ptr,
+            stride_table,
+            base_rows,
+            block_rows,
+            head_rows,
+            q_parts,
+            _narrow(k, shared.k_full, shared.k_empty, factors, kv_desc, form),
+            _narrow(v, shared.v_full, shared.v_empty, factors, kv_desc, form),
+            shared,
+            inputs,
+            form,
+        )
+        if WARPGROUPS == 1:
+            gl.warp_specialize(
+                [(_consume, (ZERO,) + consumed), (produce_widened, brought)],
+                [4],
+                [PRODUCER_REGISTERS],
+            )
+        else:
+            mbarrier.arrive(shared.turn.index(0), count=1)
+            gl.warp_specialize(
+                [
+                    (_consume, (ZERO,) + consumed),
+                    (_consume, (ONE,) + consumed),
+                    (produce_widened, brought),
+                ],
+                [4, 4],
+                [REGISTERS, PRODUCER_REGISTERS],
+            )
     else:
-        mbarrier.arrive(shared.turn.index(0), count=1)
-        gl.warp_specialize(
-            [
-                (_consume, (ZERO,) + consumed),
-                (_consume, (ONE,) + consumed),
-                (_produce, produced),
-            ],
-            [4, 1],
-            [REGISTERS, PRODUCER_REGISTERS],
+        k_pages = k._reinterpret(
+            TYPE, [STAGES * PANELS * PAGES, PAGE, 64], kv_desc.layout
         )
+        v_pages = v._reinterpret(
+            TYPE, [STAGES * PANELS * PAGES, PAGE, 64], kv_desc.layout
+        )
+        produced = (
+            q_desc,
+            kv_desc,
+            q_turned_desc,
+            k_turned_desc,
+            table_ptr,
+            stride_table,
+            base_rows,
+            block_rows,
+            head_rows,
+            q_parts,
+            k_pages,
+            v_pages,
+            q_turned_parts,
+            k_turned_pages,
+            shared,
+            inputs,
+            form,
+        )
+        if WARPGROUPS == 1:
+            gl.warp_specialize(
+                [(_consume, (ZERO,) + consumed), (produce, produced)],
+                [1],
+                [PRODUCER_REGISTERS],
+            )
+        else:
+            mbarrier.arrive(shared.turn.index(0), count=1)
+            gl.warp_specialize(
+                [
+                    (_consume, (ZERO,) + consumed),
+                    (_consume, (ONE,) + consumed),
+                    (produce, produced),
+                ],
+                [4, 1],
+                [REGISTERS, PRODUCER_REGISTERS],
+            )

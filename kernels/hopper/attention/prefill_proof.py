@@ -24,7 +24,7 @@ from baton.kernels.hopper.attention.prefill import (
     prefill_plan,
     tiles_of,
 )
-from baton.kernels.proofs import ModelShapes
+from baton.kernels.proofs import FP8_POOL, ModelShapes
 
 # Whole prompts; chunks at any place, with an empty row; and rows of guesses.
 BATCHES = (
@@ -46,7 +46,7 @@ def missing_for(shapes: ModelShapes, capability: tuple[int, int]) -> str:
         return "latent attention"
     if shapes.dtype not in {str(one).removeprefix("torch.") for one in DTYPES}:
         return f"numbers of {shapes.dtype}"
-    if shapes.pool_dtype != shapes.dtype:
+    if shapes.pool_dtype not in {shapes.dtype, FP8_POOL}:
         return f"a pool of {shapes.pool_dtype}"
     if shapes.head_dim not in HEAD_DIMS:
         return f"heads of {shapes.head_dim}"

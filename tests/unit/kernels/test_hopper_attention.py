@@ -24,7 +24,7 @@ from tests.support.module_process import said_by
 pytestmark = pytest.mark.timeout(300)
 SHARED_BYTES = 227 << 10
 INTERPRETED = {"TRITON_INTERPRET": "1"}
-RIGHT = ("options", "one order", "heads of 256", "latent")
+RIGHT = ("options", "one order", "heads of 256", "latent", "FP8", "FP8, one order")
 QWEN3_8B = ModelShapes((), 32, 8, 128, 16)
 
 
@@ -53,15 +53,19 @@ def check(reports: list[dict[str, object]]) -> None:
         kernel = report["kernel"]
         if kernel in {"prefill_kernel", "_decode_kernel"}:
             assert report["loops"], report
+            # So prefill and decode add the products of the same 16 numbers at once.
+            assert report["k_widths"] == [2], report
         if kernel == "prefill_kernel":
             # Two or three warpgroups share the registers of a multiprocessor.
             assert report["registers"] in (168, 255), report
+            is_fp8 = str(report["case"]).startswith("FP8")
+            assert bool(report["widening_loops"]) == is_fp8, report
 
 
 def test_chunks_and_guesses_of_heads_of_64_fit_hopper_and_spill_in_no_loop(tmp_path):
-    cases = ("few, cuts, heads of 64", "guesses, heads of 64")
-    reports = compiled(str(tmp_path), *cases)
-    assert len(reports) == 6
+    cases = "few, cuts, heads of 64", "guesses, heads of 64"
+    reports = compiled(str(tmp_path), *cases, "FP8 few, cuts, heads of 64")
+    assert len(reports) == 9
     check(reports)
 
 
@@ -79,6 +83,14 @@ def test_chunks_and_guesses_of_heads_of_64_fit_hopper_and_spill_in_no_loop(tmp_p
         ("few, cuts, heads of 128*",),
         ("cuts, heads of 256*",),
         ("few, cuts, heads of 256*",),
+        ("FP8 plain", "FP8 few, group of 7", "FP8 few, all options"),
+        ("FP8 cuts", "FP8 few, cuts"),
+        ("FP8 cuts, heads of 64*", "FP8 few, cuts, heads of 64*"),
+        ("FP8 cuts, heads of 128*",),
+        ("FP8 few, cuts, heads of 128*",),
+        ("FP8 cuts, heads of 256*",),
+        ("FP8 few, cuts, heads of 256*",),
+        ("FP8 decode*", "FP8 guesses*"),
         ("cuts, heads of 80", "cuts, heads of 96", "cuts, heads of 112"),
         ("decode*", "latent"),
         ("guesses, heads of 64*", "guesses, heads of 128*"),
@@ -103,7 +115,9 @@ def test_every_form_of_the_kernels_fits_hopper_and_spills_in_no_loop(cases, tmp_
         ({"windows": (128,), "softcap": 50.0, "has_sinks": True}, "", ""),
         ({"kv_heads": 1}, "", "32 heads share a KV head"),
         ({"block_size": 128}, "blocks of 128", "blocks of 128"),
-        ({"pool_dtype": "uint8"}, "a pool of uint8", "a pool of uint8"),
+        ({"pool_dtype": "uint8"}, "", ""),
+        ({"pool_dtype": "uint8", "head_dim": 256, "block_size": 64}, "", ""),
+        ({"pool_dtype": "float16"}, "a pool of float16", "a pool of float16"),
         ({"dtype": "float16", "pool_dtype": "float16"}, "", ""),
         ({"dtype": "float32"}, "numbers of float32", "numbers of float32"),
         ({"is_latent": True}, "latent attention", "latent attention"),
@@ -183,7 +197,9 @@ def test_plans_proofs_steps_and_sums_are_right_in_the_interpreter():
     said = interpreted("plans", "8", "proofs", "backend", "orders", "guesses", "latent")
     check_proofs(said.pop("proofs"))
     # A step has one plan for all layers, and sequences that decode beside chunks.
-    assert said.pop("backend") == {"triton-hopper": "", "hopper-ordered": ""}
+    names = "triton-hopper", "hopper-ordered"
+    backends = [name + suffix for name in names for suffix in ("", "-fp8")]
+    assert said.pop("backend") == dict.fromkeys(backends, "")
     check_orders(said.pop("orders"), 1)
     # Rows of a sequence that share tiles.
     check_orders(said.pop("guesses"), 3)
@@ -198,6 +214,8 @@ def check_proofs(said: dict[str, str]) -> None:
     assert {name: said.pop(name) for name in RIGHT} == dict.fromkeys(RIGHT, "")
     assert "are wrong" in said.pop("reads past the end")
     assert "are wrong" in said.pop("forgets the window")
+    assert "are wrong" in said.pop("forgets exponents, FP8")
+    assert "other bits than decode" in said.pop("widens apart, FP8, one order")
     assert "are wrong" in said.pop("forgets the keys before")
     assert "other bits" in said.pop("rounds apart")
     assert "other bits than decode" in said.pop("rounds apart, in one order")

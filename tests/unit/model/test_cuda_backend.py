@@ -73,6 +73,7 @@ EAGER = (
     "kinds",
     "hopper",
     "hopper ordered",
+    "hopper fp8",
     "drafts",
     "hopper drafts",
 )
@@ -220,15 +221,17 @@ def test_warm_up_compiles_every_variant_that_random_batches_take(launched):
     hopper = launched["hopper"]
     assert hopper["added"] == []
     assert set(hopper["warm_up"]) == STEP_KERNELS - {"_prefill_kernel"} | HOPPER_PREFILL
-    ordered = launched["hopper ordered"]
-    assert ordered["is_batch_invariant"]
-    assert ordered["added"] == []
-    assert set(ordered["warm_up"]) == (
-        STEP_KERNELS - DENSE_KERNELS
-        | HOPPER_KERNELS
-        | {"_product_kernel", "_add_parts_kernel"}
-    )
-    assert {found["warm_up"]["prefill_kernel"] for found in (hopper, ordered)} == {2}
+    one_order = [launched[name] for name in ("hopper ordered", "hopper fp8")]
+    for found in one_order:
+        assert found["is_batch_invariant"]
+        assert found["added"] == []
+        assert set(found["warm_up"]) == (
+            STEP_KERNELS - DENSE_KERNELS
+            | HOPPER_KERNELS
+            | {"_product_kernel", "_add_parts_kernel"}
+        )
+    counts = {found["warm_up"]["prefill_kernel"] for found in (hopper, *one_order)}
+    assert counts == {2}
     latent = launched["latent"]
     assert latent["added"] == []
     assert set(latent["warm_up"]) == STEP_KERNELS - DENSE_KERNELS | LATENT_KERNELS
