@@ -26,6 +26,7 @@ class PrefillCase(msgspec.Struct, frozen=True):
     unit: Unit = "TFLOP/s"
     window: int | None = None
     heads: Heads | None = None  # None: those that most cases have
+    is_fp8: bool = False  # the pool
 
 
 class DecodeCase(msgspec.Struct, frozen=True):
@@ -38,6 +39,7 @@ class DecodeCase(msgspec.Struct, frozen=True):
     num_layers: int = 8
     window: int | None = None
     heads: Heads | None = None  # None: those that most cases have
+    is_fp8: bool = False  # the pool
     rows: int = 1  # of each sequence: its last token and guesses
 
     @property
@@ -150,6 +152,7 @@ KERNELS = KernelCases(
         PrefillCase("prefill attention 8k", 8192),
         PrefillCase("prefill attention 16k", 16_384),
         PrefillCase("prefill attention 16k, window 4k", 16_384, window=4096),
+        PrefillCase("prefill attention 8k, FP8 pool", 8192, is_fp8=True),
         PrefillCase(
             "prefill attention 4k, heads of Gemma-2-9B", 4096, heads=GEMMA2_9B_HEADS
         ),
@@ -197,6 +200,7 @@ KERNELS = KernelCases(
         DecodeCase(
             "decode attention b32 ctx 16k, window 4k", (16_384,) * 32, window=4096
         ),
+        DecodeCase("decode attention b32 ctx 4k, FP8 pool", (4096,) * 32, is_fp8=True),
         DecodeCase(
             "decode attention b32 ctx 4k, heads of Gemma-2-9B",
             (4096,) * 32,

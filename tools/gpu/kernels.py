@@ -7,6 +7,7 @@ launches is in the steps of the engine.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -33,7 +34,7 @@ from baton.kernels.hopper.attention.decode import one_decode_attention, plan_dec
 from baton.kernels.hopper.narrow.narrow_proof import weights_of
 from baton.kernels.hopper.narrow.product import streamed
 from baton.kernels.hopper.products.product import load_product
-from baton.kernels.reference import NarrowWeight
+from baton.kernels.reference import NarrowWeight, in_fp8
 from baton.model.layers.linear import Product
 from baton.model.loading.layer_weights import NarrowLinear, PackNarrow
 from baton.model.sampling.sampler import SampleRow, SamplingTensors
@@ -111,7 +112,7 @@ class Kernels:
             blank = Measured(
                 prefill.key.replace("prefill attention", "torch SDPA"), prefill.unit
             )
-            if prefill.window is None:
+            if prefill.window is None and not prefill.is_fp8:
                 measure(blank, partial(self.sdpa, blank, prefill))
         for latent in cases.latent:
             for form in self.forms(LATENTS):
@@ -148,7 +149,8 @@ class Kernels:
     ) -> Measured:
         key = case.key + name + form
         num_heads, kv_heads, head_dim = self._heads(case)
-        token_bytes = 2 * kv_heads * head_dim * VALUE_BYTES
+        row_bytes = head_dim + 1 if case.is_fp8 else head_dim * VALUE_BYTES
+        token_bytes = 2 * kv_heads * row_bytes
         needs = sum(case.contexts) * token_bytes * case.num_layers
         if needs > 0.8 * self.desk.watch.free_bytes():
             return Measured(
@@ -185,7 +187,10 @@ class Kernels:
             case.window,
             num_layers=layers,
         )
-        return attention_batch(shape, self.desk.device.type)
+        batch = attention_batch(shape, self.desk.device.type)
+        if not case.is_fp8:
+            return batch
+        return replace(batch, pool=in_fp8(batch.pool))
 
     def prefill(self, case: PrefillCase, form: str) -> Measured:
         tokens = (case.num_tokens,)

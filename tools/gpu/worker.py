@@ -101,6 +101,7 @@ TINY = Sizes(
         prefill=(
             PrefillCase("prefill attention tiny", 20),
             PrefillCase("prefill attention tiny, window", 20, window=9),
+            PrefillCase("prefill attention tiny, FP8 pool", 20, is_fp8=True),
         ),
         decode=(
             DecodeCase("decode attention tiny", (17, 3), num_layers=2),
@@ -116,6 +117,9 @@ TINY = Sizes(
             ),
             DecodeCase(
                 "decode attention tiny, window", (17, 3), num_layers=2, window=9
+            ),
+            DecodeCase(
+                "decode attention tiny, FP8 pool", (17, 3), num_layers=2, is_fp8=True
             ),
         ),
         sampling=(SamplingCase("sampling tiny", 3, 0.8, 5, 0.9),),
