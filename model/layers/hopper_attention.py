@@ -82,8 +82,8 @@ class HopperAttention:
         window = scoring.window
         plan = self._decode_plans.get(window)
         if plan is None:
-            heads = self._pool.shape[1], q.shape[2]
-            plan = plan_decode(rows.context_lens, *heads, window, starts=rows.starts)
+            lens = rows.context_lens
+            plan = plan_decode(q, self._pool, lens, window, starts=rows.starts)
             self._decode_plans[window] = plan
         return one_decode_attention(
             q,

@@ -242,10 +242,11 @@ def _decode(
     )
     case = attention_batch(shape, "cpu")
     starts = case.query_starts if rows > 1 else None
-    plan = plan_decode(case.context_lens, 8, head_dim, case.how[0], starts=starts)
+    pool = in_fp8(case.pool)[0] if is_fp8 else case.pool
+    plan = plan_decode(case.q, pool, case.context_lens, case.how[0], starts=starts)
     one_decode_attention(
         case.q,
-        in_fp8(case.pool)[0] if is_fp8 else case.pool,
+        pool,
         1,
         case.block_tables,
         case.context_lens,

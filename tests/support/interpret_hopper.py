@@ -10,6 +10,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -61,6 +62,7 @@ from tools.gpu.kernel_cases import (
 from tools.gpu.kernel_cases import (
     Batch as Case,
 )
+from tools.gpu.kernels import DECODES
 
 COUNTS = st.one_of(st.sampled_from([0, 1, 2, 16, 128]), st.integers(1, 400))
 CACHED = st.one_of(st.just(0), st.integers(0, 1500))
@@ -216,9 +218,7 @@ def decode(case: Case, rows: list[int], programs: int) -> Tensor:
         LAYER,
         case.block_tables[picked],
         lens,
-        plan_decode(
-            lens, case.pool.shape[1], case.pool.shape[5], case.how[0], programs
-        ),
+        plan_decode(case.q, case.pool, lens, case.how[0], programs),
         case.scale,
         *case.how,
     )
@@ -584,9 +584,8 @@ def rows_together(
 
 def attended(case: Case, q: Tensor, rows: DecodeRows, programs: int) -> Tensor:
     window = case.how[0]
-    sizes = case.pool.shape[1], case.pool.shape[5]
     lens = rows.context_lens
-    plan = plan_decode(lens, *sizes, window, programs, rows.starts)
+    plan = plan_decode(q, case.pool, lens, window, programs, rows.starts)
     return one_decode_attention(
         q,
         case.pool,
@@ -608,11 +607,31 @@ def rows_of_guesses() -> dict[str, object]:
     }
 
 
+def measured_decode() -> dict[str, str]:
+    """Return, by its name, what is wrong with each form that the benchmark measures over FP8."""
+    shape = AttentionShape((300, 129, 70), (1, 1, 1), 8, 2, 128, dtype=torch.bfloat16)
+    case = attention_batch(shape, "cpu")
+    case = replace(case, pool=in_fp8(case.pool)[0])
+    wanted = reference.paged_decode_attention(
+        case.q,
+        case.pool,
+        LAYER,
+        case.block_tables,
+        case.context_lens,
+        case.scale,
+        *case.how,
+    )
+    return {
+        form: fault_in(call(case, LAYER)(), wanted) for form, call in DECODES.items()
+    }
+
+
 PARTS: dict[str, Callable[[], object]] = {
     "proofs": said_by_proofs,
     "backend": layers_beside_triton,
     "orders": orders_of_sums,
     "guesses": rows_of_guesses,
+    "measured": measured_decode,
     "latent": latent_steps,
 }
 

@@ -408,8 +408,9 @@ def _expanded_prefill_call(batch: Batch, layer: int, rotated: int) -> Call:
 def _one_decode_call(batch: Batch, layer: int) -> Call:
     """Return the call of a layer; a step makes one plan for all of them."""
     rows = rows_in_tiles(batch, len(batch.q))
-    heads = batch.pool.shape[1], batch.pool.shape[5]
-    plan = plan_decode(rows.context_lens, *heads, batch.how[0], starts=rows.starts)
+    plan = plan_decode(
+        batch.q, batch.pool, rows.context_lens, batch.how[0], starts=rows.starts
+    )
     return lambda: one_decode_attention(
         batch.q,
         batch.pool,

@@ -56,14 +56,14 @@ PLAN_FIELDS = 8
 
 
 def plan_decode(
+    q: Tensor,  # [num_rows, num_heads, head_dim]
+    pool: Tensor,  # [num_blocks, kv_heads, num_layers, 2, block_size, head_dim]
     context_lens: Tensor,  # [batch] int32
-    kv_heads: int,
-    head_dim: int,
     window: int | None = None,  # keys that a query sees, itself included
     programs: int = 0,
     starts: Tensor | None = None,  # [batch + 1] int32: see `one_decode_attention`
 ) -> Tensor:
-    """Return the plan of a step, int32 `[programs, 8]`.
+    """Return the plan of a step for a pool, int32 `[programs, 8]`; `q` tells sizes alone.
 
     `programs` is for tests; by default they fill the device.
     """
@@ -76,8 +76,8 @@ def plan_decode(
         plan,
         len(context_lens),
         window or NO_WINDOW,
-        KV_HEADS=kv_heads,
-        KEYS=tile_keys(head_dim),
+        KV_HEADS=pool.shape[1],
+        KEYS=tile_keys(q.shape[2]),
         MAX_BATCH=MAX_BATCH,
         num_warps=4,
     )

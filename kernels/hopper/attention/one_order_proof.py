@@ -236,8 +236,7 @@ def _decode(  # noqa: PLR0913, PLR0917  (what the launchers take)
 ) -> Tensor:
     how = window, case.softcap, case.sinks
     with torch.inference_mode():
-        heads = case.pool.shape[1], case.q.shape[2]
-        plan = plan_decode(lens, *heads, window, programs, starts)
+        plan = plan_decode(q, case.pool, lens, window, programs, starts)
         return one_decode_attention(
             q, case.pool, LAYER, tables, lens, plan, case.scale, *how, starts
         )

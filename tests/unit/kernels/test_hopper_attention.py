@@ -194,7 +194,8 @@ def test_each_token_of_a_prompt_sees_each_expanded_key_once_and_in_order(split):
 
 def test_plans_proofs_steps_and_sums_are_right_in_the_interpreter():
     """In one process: each alone takes as long to start as it runs."""
-    said = interpreted("plans", "8", "proofs", "backend", "orders", "guesses", "latent")
+    parts = "proofs", "backend", "orders", "guesses", "measured", "latent"
+    said = interpreted("plans", "8", *parts)
     check_proofs(said.pop("proofs"))
     # A step has one plan for all layers, and sequences that decode beside chunks.
     names = "triton-hopper", "hopper-ordered"
@@ -203,6 +204,12 @@ def test_plans_proofs_steps_and_sums_are_right_in_the_interpreter():
     check_orders(said.pop("orders"), 1)
     # Rows of a sequence that share tiles.
     check_orders(said.pop("guesses"), 3)
+    # The forms that the benchmark measures over an FP8 pool.
+    assert said.pop("measured") == {
+        "": "",
+        ", ordered": "",
+        ", on Hopper in one order": "",
+    }
     # Tokens before a prompt's last one attend to expanded keys, in slices of any length.
     latent = said.pop("latent")
     assert latent == {"beside absorbed": "", "changed": True, "token by token": ""}
