@@ -36,7 +36,7 @@ class CheckedCache(FileCacheManager):  # type: ignore[misc]  # Triton has no typ
 
 def _is_whole(file: Path) -> bool:
     try:
-        return _digest_of(file) == Path(f"{file}{SUFFIX}").read_text()
+        return _digest_of(file).encode() == Path(f"{file}{SUFFIX}").read_bytes()
     except OSError:
         return False
 

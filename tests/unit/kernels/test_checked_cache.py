@@ -69,6 +69,15 @@ def test_a_file_that_is_gone_or_lost_its_end_is_made_again(cache, name, num_byte
     assert file.read_bytes() == whole
 
 
+def test_a_digest_that_is_no_text_is_made_again(cache):
+    code = compiled()
+    file = files(cache)[f".cubin{SUFFIX}"]
+    whole = file.read_bytes()
+    file.write_bytes(b"\xff" * len(whole))
+    assert compiled() == code
+    assert file.read_bytes() == whole
+
+
 def test_a_users_own_cache_stays(monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_MANAGER", "triton.runtime.cache:FileCacheManager")
     check_compiled_kernels()
