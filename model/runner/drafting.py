@@ -284,11 +284,17 @@ class HeadRows:
         idle = (0, 0, 0, 0, *[NO_GUESS] * self.num_guesses)
         self.sequences += [idle] * sequences
 
-    def starts(self, num_decoding: int) -> tuple[list[int], list[int]]:
-        """Return `query_starts` and `decode_starts` of `Tables`; without any, empty ones."""
+    def starts(
+        self, num_decoding: int, *, has_more_rows: bool
+    ) -> tuple[list[int], list[int]]:
+        """Return `query_starts` and `decode_starts` of `Tables`; without any, empty ones.
+
+        Where the step `has_more_rows`, so has the head, even if each of its sequences has one: all
+        steps of a bucket have the same arrays.
+        """
         decode = self.counts[:num_decoding]
         others = self.counts[num_decoding:]
-        has_more_rows = any(count != 1 for count in decode)
+        has_more_rows = has_more_rows or any(count != 1 for count in decode)
         return (
             [*accumulate(others, initial=0)] if others else [],
             [*accumulate(decode, initial=0)] if has_more_rows else [],

@@ -800,7 +800,9 @@ class Packer:
                 )
             if lists.head is not None:
                 head = lists.head
-                starts, decode_starts = head.starts(num_decoding)
+                starts, decode_starts = head.starts(
+                    num_decoding, has_more_rows=bool(lists.decode_starts)
+                )
                 inputs.head = (
                     into.put((head.ids, head.positions, head.slots)),
                     into.put(head.before),

@@ -12,14 +12,16 @@ from llguidance import LLMatcher
 
 from baton.model.runner.cuda_start import buckets_up_to, with_guesses
 from baton.model.runner.drafting import DeviceDrafter, Drafter
+from baton.model.runner.packing import Bucket
 from baton.model.runner.runner import Runner
 from baton.model.sampling.token_masks import TokenMasks
-from baton.node.scheduling.plan import StepPlan
+from baton.node.scheduling.plan import Slice, StepPlan, StepResult
 from baton.node.scheduling.scheduler import NodeLimits
 from baton.protocol.config import EngineConfig
 from baton.protocol.sampling import Penalties, Sampling
 from tests.support.compute import no_progress
 from tests.support.draft_heads import eagle_folder, eagle_model, nextn_folder
+from tests.support.drive import key
 from tests.support.graph_stand_in import SHAPE, RecordingQueue, stand_in
 from tests.support.graph_world import World, write_characters
 from tests.support.module_process import said_by
@@ -53,6 +55,42 @@ PLAIN = NodeLimits(16, 6, 40, EOS, SHAPE.vocab_size)
 def limits_of(num_drafts: int) -> NodeLimits:
     engine = EngineConfig(num_speculative_tokens=num_drafts, speculative_method="mtp")
     return msgspec.structs.replace(PLAIN, engine=engine)
+
+
+def test_a_step_of_several_rows_is_replayed_with_one_row_of_the_head_each():
+    """As beside a response that is computed again, and of which two tokens are left."""
+    sampling = Sampling(seed=5, max_tokens=9, temperature=0.0)
+    token_ids = tuple(range(5, 25))
+    size = len(token_ids)
+
+    def part(number: int, start: int, end: int, **more: object) -> Slice:
+        blocks = tuple(range(1 + 8 * number, 9 + 8 * number))
+        length = end - start
+        part = Slice(key(str(number)), start, length, token_ids[start:end], blocks)
+        return msgspec.structs.replace(part, num_prompt_tokens=4, **more)
+
+    def said(buckets: tuple[Bucket, ...]) -> list[StepResult]:
+        runner = stand_in(NUM_BLOCKS, RecordingQueue(), num_drafts=3)
+        if buckets:
+            runner.capture(buckets, no_progress)
+        sample = {"samples": (0,), "sampling": sampling}
+        steps = (
+            tuple(
+                part(number, 0, size - 2, following=token_ids[-2]) for number in (0, 1)
+            ),
+            (
+                part(0, size - 2, size - 1, num_drafts=3, **sample),
+                part(1, size - 2, size, **sample),
+            ),
+        )
+        return [runner.execute(StepPlan(0, step)) for step in steps]
+
+    eager, replayed = (
+        said(()),
+        said((Bucket(2, 2, num_drafts=3), Bucket(8, 2, True, 3))),
+    )
+    assert [one.tokens for one in replayed] == [one.tokens for one in eager]
+    assert replayed[1].drafts == eager[1].drafts
 
 
 @pytest.fixture(scope="module")
