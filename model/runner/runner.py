@@ -230,10 +230,12 @@ class Runner:
 
     def collect(self) -> StepResult:
         """Return the oldest step's result once transports can see all of its stores."""
-        step, launched_s = self._launched.popleft()
+        step, launched_s = self._launched[0]
         if isinstance(step, StepPlan):
+            self._launched.popleft()
             return StepResult(step.step_id, (), launched_s, self._clock())
         ids = iter(self._queue.collect())
+        self._launched.popleft()  # until here, nothing may be captured meanwhile
         plan = step.plan
         drafts = _drafts(step, ids)
         tokens = [
@@ -288,16 +290,16 @@ class Runner:
         graphs.capture(idle, self._queue.capture, self._forward)
 
     def _capture_late(self, bucket: Bucket) -> None:
-        """Capture a step during service. Without memory, all that are left run eagerly."""
+        """Capture a step during service. If that fails, all that are left run eagerly."""
         assert self._graphs is not None, "steps are left to capture"
         self._uncaptured.remove(bucket)
         try:
             self._capture(bucket, self._graphs)
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001  (Triton's have no base class but this)
             log.warning(
                 "some steps are not replayed: one could not be captured",
                 num_tokens=bucket.num_tokens,
-                problem=str(error).strip().split("\n")[0],
+                problem=(str(error) or repr(error)).strip().split("\n")[0],
             )
             self._uncaptured = []
 

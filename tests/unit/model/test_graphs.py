@@ -507,13 +507,39 @@ def test_several_ranks_capture_all_steps_before_they_serve(monkeypatch):
     assert not runner.has_uncaptured
 
 
-def test_a_step_that_cannot_be_captured_runs_eagerly(caplog):
-    """A node that serves goes on when there is no memory for one more captured step."""
+def test_nothing_is_captured_while_a_result_is_collected():
+    """The thread that launches is free then, but the device is not."""
+
+    class Collecting(Counting):
+        def collect(self) -> list[int]:
+            runner.capture_next()
+            return super().collect()
+
+    queue = Collecting()
+    runner = stand_in(NUM_BLOCKS, queue, EOS)
+    runner.capture(SIZES, no_progress)
+    runner.launch(StepPlan(0, (prompt_of(0),)))
+    num_captures = queue.num_captures
+    runner.collect()
+    assert queue.num_captures == num_captures
+    runner.capture_next()
+    assert queue.num_captures == num_captures + 1
+
+
+@pytest.mark.parametrize(
+    ("error", "problem"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), "out of memory"),
+        (OSError(28, "No space left on device"), "No space left"),  # of Triton's cache
+    ],
+)
+def test_a_step_that_cannot_be_captured_runs_eagerly(error, problem, caplog):
+    """A node that serves goes on when one more step cannot be captured."""
 
     class Full(Counting):
         def capture(self, work: StepWork) -> StepWork:
             if self.num_captures == 2:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+                raise error
             return super().capture(work)
 
     queue = Full()
@@ -526,7 +552,7 @@ def test_a_step_that_cannot_be_captured_runs_eagerly(caplog):
     assert not runner.has_uncaptured
     assert not queue.num_replays
     (said,) = caplog.records
-    assert "out of memory" in said.fields["problem"]
+    assert problem in said.fields["problem"]
 
 
 def test_a_table_is_extended_and_sent_whole_only_when_it_is_another():
