@@ -57,7 +57,8 @@ FEW_TOKENS = 16
 # larger one, at most an eighth is.
 PADDED_FREELY = 512
 # Rows of a sequence that go through decode attention: a token, 16 guesses, and as many that a state
-# goes through again. More would read a context too often there. Its kernels take so many of all.
+# goes through again. More would read a context too often there. Its kernels take so many of all
+# sequences, unless each has one.
 DECODE_ROWS = 34
 ALL_DECODE_ROWS = 512
 IDLE_SAMPLE = SampleRow(Sampling(seed=0, max_tokens=1, temperature=0.0), 0, 0, 1)
@@ -854,13 +855,14 @@ def _num_decoding(slices: Sequence[Slice]) -> int:
     token: never because what is left of a prompt is short.
     """
     num_rows = 0
+    has_more_rows = False
     for number, part in enumerate(slices):
         num_rows += part.length
-        if part.length > 1 and (
-            part.start < part.num_prompt_tokens - 1
-            or part.length > DECODE_ROWS
-            or num_rows > ALL_DECODE_ROWS
-        ):
+        if part.length > 1:
+            if part.start < part.num_prompt_tokens - 1 or part.length > DECODE_ROWS:
+                return number
+            has_more_rows = True
+        if has_more_rows and num_rows > ALL_DECODE_ROWS:
             return number
     return len(slices)
 

@@ -68,3 +68,5 @@ def test_as_many_rows_decode_as_the_kernels_take():
     assert step.num_decoding == ALL_DECODE_ROWS // DECODE_ROWS
     step = packed(*[(PROMPT, 1)] * 600, (PROMPT, 2))
     assert (step.num_decoding, step.num_more_rows) == (600, 0)
+    step = packed(*[(PROMPT, 17)] * 30, *[(0, 1)] * 700)
+    assert step.num_decoding + step.num_more_rows == ALL_DECODE_ROWS
