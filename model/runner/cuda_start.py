@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from baton.model.runner.packing import Bucket
+from baton.model.runner.packing import ALL_DECODE_ROWS, Bucket
 from baton.model.runner.runner import Runner
 from baton.node.executor import Progress
 from baton.node.scheduling.plan import Slice, StepPlan
@@ -246,14 +246,19 @@ def free_for_pool(
     # A table as wide as the longest sequence needs the largest workspace.
     num_guesses = config.engine.num_speculative_tokens
     most = max(1, max_num_batched_tokens - max_num_seqs)
-    for guesses in sorted({0, num_guesses}):
+    steps = {(0, max_num_seqs, most), (num_guesses, max_num_seqs, most)}
+    if num_guesses:
+        # With few guesses, more sequences share decode attention, whose workspace grows with them.
+        several = min(max_num_seqs, ALL_DECODE_ROWS - num_guesses)
+        steps.add((num_guesses, several, min(most, ALL_DECODE_ROWS - several)))
+    for guesses, num_sequences, room in sorted(steps):
         start = max(0, max_model_len - 2 - 2 * guesses)
         decoding = [idle_slice("longest", start, 1, probe, guesses)]
         decoding += [
             idle_slice(
-                f"s{number}", 1, 1, probe, guesses if number * guesses < most else 0
+                f"s{number}", 1, 1, probe, guesses if number * guesses < room else 0
             )
-            for number in range(1, max_num_seqs)
+            for number in range(1, num_sequences)
         ]
         decoding.sort(key=lambda part: part.length)
         probe.execute(StepPlan(1, tuple(decoding)))

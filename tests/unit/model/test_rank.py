@@ -25,6 +25,7 @@ from baton.model.runner import cuda_start, device_kernels, rank_plan
 from baton.model.runner.compute_digest import compute_path, is_batch_invariant
 from baton.model.runner.cuda_start import GpuMemory
 from baton.model.runner.device_kernels import DeviceKernels
+from baton.model.runner.packing import ALL_DECODE_ROWS, ModelFacts, Packer
 from baton.model.runner.rank import draft_cost
 from baton.model.runner.rank_plan import plan_rank
 from baton.model.runner.step_queue import StepWork
@@ -39,7 +40,12 @@ from tests.support.checkpoints import model_folder
 from tests.support.compute import compute_config, loaded
 from tests.support.draft_heads import nextn_folder
 from tests.support.foreign_checkpoints import foreign_folder
-from tests.support.graph_stand_in import MAX_LEN, RecordingQueue, stand_in
+from tests.support.graph_stand_in import (
+    BLOCK_SIZE,
+    MAX_LEN,
+    RecordingQueue,
+    stand_in,
+)
 from tests.support.scripted_nodes import node_info
 
 Execute = Callable[[StepPlan], StepResult]
@@ -292,6 +298,32 @@ def test_a_pool_takes_nine_tenths_of_what_the_largest_steps_leave(
     assert ran == largest
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (3 * gib, 80 * gib))
     assert cuda_start.free_for_pool(*steps) == 0
+
+
+def test_a_pool_leaves_room_for_guesses_beside_as_many_sequences_as_decode(monkeypatch):
+    """The workspace of decode attention grows with them, more than with guesses."""
+    for name in ("empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1, 1))
+    probe = stand_in(1, RecordingQueue())
+    decoding: list[tuple[int, int]] = []
+
+    def execute(plan: StepPlan) -> None:
+        facts = ModelFacts(BLOCK_SIZE, ())
+        packer = Packer(facts, None, lambda size: torch.empty(size, dtype=torch.int64))
+        step = packer.pack(plan)
+        decoding.append((step.num_decoding, step.num_more_rows))
+
+    monkeypatch.setattr(probe, "execute", execute)
+    config = with_values(ClusterConfig(), {"engine.num_speculative_tokens": 4})
+    cuda_start.free_for_pool(probe, 2048, 256, MAX_LEN, config)
+    assert (256, 0) in decoding
+    assert (256, ALL_DECODE_ROWS - 256) in decoding
+    decoding.clear()
+    cuda_start.free_for_pool(probe, 2048, 1000, MAX_LEN, config)
+    assert (ALL_DECODE_ROWS - 4, 4) in decoding
 
 
 @pytest.mark.parametrize("num_drafts", [0, 1, 3])
