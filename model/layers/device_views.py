@@ -37,7 +37,8 @@ def tables_within(
     first = (lens[:decoding] - 1).clamp(min=0) // size * size
     decode = _Parts(first, lens[:decoding], None, 1)
     if tables.decode_starts is not None:
-        most = most_parts(1 + tables.num_more_rows, size)
+        # One may have all rows, as the others may be padding.
+        most = most_parts(tables.num_decode_rows, size)
         decode = _parts(lens[:decoding], tables.decode_starts, size, most)
     others = _Parts(lens[decoding:], lens[decoding:], None, 1)
     if decoding < len(lens):

@@ -94,6 +94,28 @@ def test_rows_within_chunks_are_those_that_the_host_names(seed):
     assert found.num_decode_rows == row - rows
 
 
+def test_a_sequence_beside_padding_may_have_more_rows_than_are_left_for_others():
+    """Sequences of padding have none, so a captured step may have their rows elsewhere."""
+    rows, others = SIZE + 3, 7
+    one = Chunk(0, SIZE - 1, rows, tuple(range(10, 15)))
+    blocks = torch.zeros(1 + others, 5, dtype=torch.int32)
+    blocks[0] = torch.tensor(one.block_table)
+    tables = Tables(
+        blocks,
+        torch.tensor([one.end] + [0] * others).int(),
+        torch.empty(0, dtype=torch.int32),
+        1 + others,
+        None,
+        torch.tensor([0] + [rows] * (1 + others)).int(),
+        rows - others,
+    )
+    found = tables_within(tables, SIZE, BLOCK_SIZE, tables.num_decode_rows)
+    assert parts_of(found) == [
+        (part.length, part.end, part.block_table[: -(-part.end // BLOCK_SIZE)])
+        for part in within([one], SIZE, BLOCK_SIZE)
+    ]
+
+
 @pytest.mark.parametrize("seed", [*range(20), *map(nightly, range(20, 200))])
 def test_pieces_of_rows_that_decode_have_each_row_once_with_its_keys(seed):
     luck = random.Random(seed)
