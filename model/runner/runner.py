@@ -225,6 +225,7 @@ class Runner:
         step = self._packer.pack(plan)
         if step.bucket in self._uncaptured:
             self._capture_late(step.bucket)
+            launched_s = self._clock()  # what steps cost is learned from their times
         self._launched.append((step, launched_s))
         self._queue.launch(lambda: self._compute(step))
 

@@ -507,6 +507,25 @@ def test_several_ranks_capture_all_steps_before_they_serve(monkeypatch):
     assert not runner.has_uncaptured
 
 
+def test_the_time_of_a_step_is_not_that_of_its_capture(monkeypatch):
+    now_s = 1.0
+
+    class Slow(Counting):
+        def capture(self, work: StepWork) -> StepWork:
+            nonlocal now_s
+            now_s += 5.0
+            return super().capture(work)
+
+    queue = Slow()
+    runner = stand_in(NUM_BLOCKS, queue, EOS)
+    monkeypatch.setattr(runner, "_clock", lambda: now_s)
+    runner.capture(SIZES, no_progress)
+    captured_s = now_s
+    result = runner.execute(StepPlan(0, (prompt_of(0),)))
+    assert now_s == captured_s + 5.0
+    assert result.started_s == result.ended_s == now_s
+
+
 def test_nothing_is_captured_while_a_result_is_collected():
     """The thread that launches is free then, but the device is not."""
 
