@@ -23,6 +23,7 @@ from baton.kernels.cuda.pool_writes import move_blocks, rope_and_store
 from baton.kernels.cuda.prefill_attention import paged_prefill_attention
 from baton.kernels.hopper.products.product import load_product
 from baton.kernels.proofs import (
+    FP8_POOL,
     LATENT_PREFILL,
     ONE_ORDER,
     Candidate,
@@ -72,8 +73,9 @@ SHAPES = ModelShapes(
     state=StateShape(2, 16, 8, 128, 128, 4096, 4),
     state_kind="delta",
 )
-# Attention with other heads, with windows, sinks and caps, and to latent rows.
+# Attention with other heads, with windows, sinks and caps, to latent rows, and over an FP8 pool.
 OTHER_SHAPES = {
+    "FP8 pool": msgspec.structs.replace(SHAPES, pool_dtype=FP8_POOL),
     "gpt-oss-20b": msgspec.structs.replace(
         SHAPES, num_heads=64, head_dim=64, scale=0.125, windows=(128,), has_sinks=True
     ),
