@@ -456,7 +456,7 @@ class Packer:
             )
             lists.adapters = [*chain.from_iterable(numbers)]
         lists.places = self._sampled.add(plan.slices)
-        num_decoding = _num_decoding(plan.slices)
+        num_decoding = _num_decoding(plan.slices, has_head=lists.head is not None)
         held_back = [row.held_back(self._eos_token_ids) for row in lists.samples]
         is_special = (
             lists.counted
@@ -470,8 +470,6 @@ class Packer:
             if is_special
             else self._bucket(plan.slices, num_decoding, held_back, lists.head)
         )
-        if bucket is not None and not bucket.num_decoding:
-            num_decoding = 0  # single tokens are padded as others
         width = 0
         if self._tables is not None:
             width = self._add_tables(lists, plan.slices, num_decoding)
@@ -848,7 +846,7 @@ class Packer:
         return into.put(order), into.put(ends, torch.int32)
 
 
-def _num_decoding(slices: Sequence[Slice]) -> int:
+def _num_decoding(slices: Sequence[Slice], *, has_head: bool) -> int:
     """Return how many slices at the front decode.
 
     A slice of several rows does by its position, which is no earlier than that of its prompt's last
@@ -857,11 +855,13 @@ def _num_decoding(slices: Sequence[Slice]) -> int:
     num_rows = 0
     has_more_rows = False
     for number, part in enumerate(slices):
-        num_rows += part.length
-        if part.length > 1:
-            if part.start < part.num_prompt_tokens - 1 or part.length > DECODE_ROWS:
-                return number
-            has_more_rows = True
+        decodes = part.length == 1 or part.start >= part.num_prompt_tokens - 1
+        if not decodes or part.length > DECODE_ROWS:
+            return number
+        # A head that drafts has one more where a sequence begins.
+        count = part.length + (has_head and part.start == 0)
+        num_rows += count
+        has_more_rows = has_more_rows or count > 1
         if has_more_rows and num_rows > ALL_DECODE_ROWS:
             return number
     return len(slices)

@@ -29,9 +29,10 @@ def part(number: int, start: int, length: int) -> Slice:
     )
 
 
-def packed(*spans: tuple[int, int]) -> PackedStep:
+def packed(*spans: tuple[int, int], head_guesses: int | None = None) -> PackedStep:
     """Pack slices that start somewhere and have some tokens."""
     packer = Packer(ModelFacts(4, ()), None, lambda size: torch.full((size,), -7))
+    packer.head_guesses = head_guesses
     slices = tuple(part(number, *span) for number, span in enumerate(spans))
     return packer.pack(StepPlan(1, slices))
 
@@ -70,3 +71,7 @@ def test_as_many_rows_decode_as_the_kernels_take():
     assert (step.num_decoding, step.num_more_rows) == (600, 0)
     step = packed(*[(PROMPT, 17)] * 30, *[(0, 1)] * 700)
     assert step.num_decoding + step.num_more_rows == ALL_DECODE_ROWS
+    step = packed(*[(0, 1)] * 700)
+    assert step.num_decoding == 700
+    step = packed(*[(0, 1)] * 700, head_guesses=3)
+    assert step.num_decoding == ALL_DECODE_ROWS // 2, "a head may have two rows of each"
