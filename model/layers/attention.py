@@ -96,9 +96,8 @@ class DecodeRows:
     """
 
     blocks: Tensor  # [num_pieces, num_blocks] int32
-    context_lens: (
-        Tensor  # [num_pieces] int32: keys that the last row sees; 0 is padding
-    )
+    # [num_pieces] int32: the keys that the last row sees; padding has 0.
+    context_lens: Tensor
     starts: Tensor | None  # [num_pieces + 1] int32
 
 

@@ -152,9 +152,8 @@ class EventStream:
             response.enable_chunked_encoding()
         else:
             response.force_close()
-        await response.prepare(
-            request
-        )  # raises `ConnectionError` if the client has left
+        # It raises `ConnectionError` if the client has left.
+        await response.prepare(request)
         assert request.transport is not None
         self._transport = request.transport
         self._connection = connection_of(request)
